@@ -1,0 +1,1 @@
+"""What every layer rests on: errors, configuration, rank arithmetic, numerics, seeds and genome data."""

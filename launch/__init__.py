@@ -1,0 +1,1 @@
+"""The command line: recipes, trainer, launchers, verification and reports."""

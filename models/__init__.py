@@ -1,0 +1,1 @@
+"""Decoders assembled from the primitives, and their presets."""

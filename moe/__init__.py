@@ -1,0 +1,1 @@
+"""Mixture-of-experts primitives: router, permutation, dispatchers, experts and the layer they form."""
