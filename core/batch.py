@@ -1,0 +1,42 @@
+"""The batch that travels from the data to the model, and the two masks that it carries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One micro-batch of sequence windows, as seen by one rank.
+
+    Two masks that are never confused: `label_valid` says where the loss counts (the label is A, C, G or T
+    and belongs to the same document), `token_valid` says what is not padding and so is routed and counted.
+    """
+
+    tokens: Int[Tensor, "B S"]
+    labels: Int[Tensor, "B S"]
+    """The next token at each position; any value where `label_valid` is false."""
+    label_valid: Bool[Tensor, "B S"]
+    token_valid: Bool[Tensor, "B S"]
+    positions: Int[Tensor, "B S"]
+    """Index within the document, for rotary embeddings; starts again at each packed boundary."""
+    documents: Int[Tensor, "B S"]
+    """Number of the packed document within its window; tokens attend within one document only."""
+
+    @property
+    def num_windows(self) -> int:
+        """B, the number of sequence windows."""
+        return self.tokens.shape[0]
+
+    @property
+    def window_length(self) -> int:
+        """S, the number of tokens of a window, padding included."""
+        return self.tokens.shape[1]
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on another device."""
+        return Batch(**{f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)})

@@ -1,0 +1,79 @@
+"""Initial values that depend on the seed and a tensor's global name alone.
+
+Every index of `init_dim` has a generator of its own, seeded by a hash of (seed, name, index). So a rank
+draws only its slice, and the slice equals that of the whole tensor at every layout, dtype and device.
+(`torch.randn` of a shorter shape is not a prefix of a longer one, and differs by dtype and device; torch's
+CPU generator also keeps only 32 bits of a seed, so that among millions of rows some would be equal.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Init:
+    """A distribution of initial values: `normal` with a standard deviation, or a constant `value`."""
+
+    kind: Literal["normal", "constant"] = "normal"
+    value: float = 0.0
+    """The standard deviation of `normal`, or the constant."""
+
+    @staticmethod
+    def normal(std: float) -> Init:
+        """Gaussian with mean 0 and the given standard deviation."""
+        return Init("normal", std)
+
+    @staticmethod
+    def constant(value: float) -> Init:
+        """Every element the same."""
+        return Init("constant", value)
+
+
+def name_key(seed: int, name: str, index: int) -> int:
+    """The 128-bit Philox key of one index of one tensor: blake2b over (seed, name, index)."""
+    digest = hashlib.blake2b(f"{seed}\x00{name}\x00{index}".encode(), digest_size=16).digest()
+    return int.from_bytes(digest, "little")
+
+
+def initial_shard(
+    *,
+    name: str,
+    global_shape: tuple[int, ...],
+    slices: tuple[slice, ...],
+    init: Init,
+    seed: int,
+    init_dim: int = 0,
+) -> Tensor:
+    """The slice of a global tensor's initial value, drawn on the CPU in float32.
+
+    Args:
+        name: global canonical name.
+        global_shape: shape of the whole tensor.
+        slices: one slice a dim: the part wanted.
+        init: the distribution.
+        seed: seed of the model.
+        init_dim: the dim whose indices are seeded one by one.
+
+    >>> whole = (slice(0, 4), slice(0, 6))
+    >>> part = (slice(2, 4), slice(1, 3))
+    >>> draw = dict(name="w", global_shape=(4, 6), init=Init.normal(1.0), seed=0)
+    >>> bool((initial_shard(slices=whole, **draw)[2:4, 1:3] == initial_shard(slices=part, **draw)).all())
+    True
+    """
+    shape = tuple(part.stop - part.start for part in slices)
+    if init.kind == "constant":
+        return torch.full(shape, init.value, dtype=torch.float32)
+    row_shape = global_shape[:init_dim] + global_shape[init_dim + 1 :]
+    within = slices[:init_dim] + slices[init_dim + 1 :]
+    out = np.empty((shape[init_dim], *(part.stop - part.start for part in within)), dtype=np.float32)
+    for place, index in enumerate(range(slices[init_dim].start, slices[init_dim].stop)):
+        generator = np.random.Generator(np.random.Philox(key=name_key(seed, name, index)))
+        out[place] = generator.standard_normal(row_shape, dtype=np.float32)[within]
+    return torch.from_numpy(out).mul_(init.value).movedim(0, init_dim).contiguous()

@@ -1,0 +1,120 @@
+"""Ownership of a tensor: which part of which global tensor a rank holds, and who holds the same part.
+
+The group that reduces its gradient, its weight in the global norm, its share in a sharded optimiser, its
+initial value and its name in a checkpoint all derive from its `ShardSpec`. Nothing matches on names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from isozyme.core.initialisation import Init
+from isozyme.core.topology import Topology
+
+Replica = Literal["partial", "identical"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardSpec:
+    """Where one local tensor belongs in the global model.
+
+    An axis of the grid is either in `split` (the tensor is cut along a dim), in `replicas` (every rank along
+    it holds the same values), or neither: then the tensor lives at one coordinate of that axis (an expert on
+    its EP rank, a layer on its pipeline stage).
+    """
+
+    name: str
+    """Global canonical name, the same at every layout, such as `layers.3.moe.experts.5.gate_up`."""
+    global_shape: tuple[int, ...]
+    grid: Literal["dense", "expert"] = "dense"
+    split: tuple[tuple[int, str], ...] = ()
+    """(dim, axis) pairs: dim is cut into equal contiguous parts over the axis."""
+    init_dim: int = 0
+    """The dim whose indices are seeded one by one, so that a slice costs only its share to initialise."""
+    replicas: Mapping[str, Replica] = field(default_factory=dict)
+    """Axes with equal copies: `partial` if each copy's gradient is a part of the sum, else `identical`."""
+    init: Init
+    decay: bool = True
+    """Whether weight decay applies."""
+    kind: Literal["parameter", "buffer"] = "parameter"
+    min_dtype: torch.dtype | None = None
+    """The tensor keeps at least this precision when the model is cast."""
+
+    @property
+    def reduce_axes(self) -> tuple[str, ...]:
+        """The axes over which gradients are summed."""
+        return tuple(axis for axis, kind in self.replicas.items() if kind == "partial")
+
+    def num_replicas(self, topology: Topology) -> int:
+        """How many ranks hold this same shard; its weight in the global norm is one over this."""
+        return topology.size(tuple(self.replicas)) if self.replicas else 1
+
+    def slices(self, topology: Topology, rank: int) -> tuple[slice, ...]:
+        """The part of the global tensor that `rank` holds."""
+        at = topology.coordinates(rank)
+        parts = [slice(0, size) for size in self.global_shape]
+        for dim, axis in self.split:
+            count, whole = topology.size(axis), self.global_shape[dim]
+            if whole % count:
+                raise ValueError(
+                    f"{self.name}: dim {dim} of size {whole} is not divisible by {axis}={count}."
+                )
+            share = whole // count
+            parts[dim] = slice(at[axis] * share, (at[axis] + 1) * share)
+        return tuple(parts)
+
+    def local_shape(self, topology: Topology) -> tuple[int, ...]:
+        """The shape of the part that each rank holds."""
+        return tuple(part.stop - part.start for part in self.slices(topology, 0))
+
+    def local_numel(self, topology: Topology) -> int:
+        """The number of elements that each rank holds."""
+        return math.prod(self.local_shape(topology))
+
+    def is_writer(self, topology: Topology, rank: int) -> bool:
+        """Whether `rank` is the replica that writes this shard to a checkpoint (coordinate 0 on each)."""
+        at = topology.coordinates(rank)
+        return all(at[axis] == 0 for axis in self.replicas)
+
+
+def dense_spec(name: str, global_shape: tuple[int, ...], init: Init, *, decay: bool = True) -> ShardSpec:
+    """The spec of a dense tensor that every rank of a pipeline stage holds whole (norms, router, TP=1 weights)."""
+    replicas: dict[str, Replica] = {"tp": "partial", "cp": "partial", "dp": "partial"}
+    return ShardSpec(name=name, global_shape=global_shape, replicas=replicas, init=init, decay=decay)
+
+
+def attach(tensor: Tensor, spec: ShardSpec) -> None:
+    """Make `spec` the ownership record of a parameter or buffer (kept on the tensor itself)."""
+    tensor.shard_spec = spec  # type: ignore[attr-defined]
+
+
+def spec_of(tensor: Tensor) -> ShardSpec:
+    """The ownership record of a parameter or buffer.
+
+    Raises:
+        ValueError: if none was attached.
+    """
+    spec: ShardSpec | None = getattr(tensor, "shard_spec", None)
+    if spec is None:
+        raise ValueError(
+            f"a tensor of shape {tuple(tensor.shape)} has no ShardSpec. "
+            "Create parameters with isozyme.parallel.parameters.create_parameter, or call attach(tensor, spec)."
+        )
+    return spec
+
+
+def named_shards(module: nn.Module) -> Iterator[tuple[str, Tensor, ShardSpec]]:
+    """(global name, local tensor, spec) of every parameter, and every buffer that has a spec, each once."""
+    for parameter in module.parameters():
+        spec = spec_of(parameter)
+        yield spec.name, parameter, spec
+    for buffer in module.buffers():
+        if hasattr(buffer, "shard_spec"):
+            spec = spec_of(buffer)
+            yield spec.name, buffer, spec
