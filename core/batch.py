@@ -40,3 +40,18 @@ class Batch:
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""
         return Batch(**{f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTotals:
+    """Counts over a whole optimiser step: all micro-batches of all ranks, known before the first forward.
+
+    Losses are sums and are divided by these once, so that neither the layout nor the split into
+    micro-batches changes a gradient.
+    """
+
+    valid_labels: int
+    windows: int
+    """Windows with at least one real token: the divisor of the balance loss."""
+    real_tokens: int
+    """Tokens that are not padding: the divisor of the z-loss."""

@@ -1,0 +1,355 @@
+"""The configuration of a run: frozen, keyword-only dataclasses that say their own broken rules.
+
+A recipe (YAML) and `key=value` overrides are composed into one `RunConfig` by `isozyme.launch.compose`.
+Every section has `problems()`, which lists its broken rules in words; `RunConfig.validate` raises them all
+at once, before any process group exists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from isozyme.core.errors import Rules, divisors
+from isozyme.core.topology import Layout
+
+Precision = Literal[
+    "fp64", "fp32", "bf16", "fp8_current", "fp8_block", "fp8_delayed", "mxfp8", "mxfp8_emulated"
+]
+ExpertBackend = Literal["auto", "loop", "grouped_mm", "grouped_mm_fused", "te", "te_fused", "mxfp8_emulated"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """How a token chooses its experts, and what keeps the choice balanced."""
+
+    num_experts: int = 8
+    topk: int = 2
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """Score function over the logits, applied before the top-k."""
+    renormalize: bool = True
+    """Divide the chosen scores by their sum (with softmax this equals a softmax over the chosen logits)."""
+    scaling_factor: float = 1.0
+    """Multiplies the combine weights."""
+    num_groups: int = 1
+    """Group-limited routing: experts form this many groups …"""
+    topk_groups: int = 1
+    """… and a token chooses among the experts of its best groups only."""
+    aux_loss: float = 0.01
+    """Coefficient of the load-balance loss."""
+    aux_scope: Literal["sequence", "microbatch", "global_lagged"] = "sequence"
+    z_loss: float = 0.0
+    """Coefficient of the router z-loss."""
+    expert_bias_rate: float = 0.0
+    """Step of the loss-free balance bias added to the scores for selection alone; 0 turns it off."""
+
+    def problems(self, where: str = "model.moe.router") -> list[str]:
+        """Every broken rule in words."""
+        rules = Rules(where)
+        experts, topk = self.num_experts, self.topk
+        rules.check(experts >= 1, f"{where}.num_experts must be at least 1: {where}.num_experts={experts}.")
+        rules.check(
+            1 <= topk <= max(experts, 1),
+            f"topk must be between 1 and num_experts: {where}.topk={topk}, {where}.num_experts={experts}. "
+            f"Choose topk from 1 to {experts}.",
+        )
+        for name in ("aux_loss", "z_loss", "expert_bias_rate"):
+            value = getattr(self, name)
+            rules.check(
+                value >= 0, f"{where}.{name} must not be negative: {where}.{name}={value}. Use 0 for off."
+            )
+        rules.check(
+            self.scaling_factor > 0,
+            f"{where}.scaling_factor must be positive: {where}.scaling_factor={self.scaling_factor}.",
+        )
+        if rules.check(
+            self.num_groups >= 1 and experts >= 1 and experts % max(self.num_groups, 1) == 0,
+            f"num_groups must divide num_experts: {where}.num_groups={self.num_groups}, "
+            f"{where}.num_experts={experts}. Choose from {', '.join(map(str, divisors(max(experts, 1))))}.",
+        ):
+            rules.check(
+                1 <= self.topk_groups <= self.num_groups,
+                f"topk_groups must be between 1 and num_groups: {where}.topk_groups={self.topk_groups}, "
+                f"{where}.num_groups={self.num_groups}.",
+            )
+            reachable = experts // self.num_groups * self.topk_groups
+            rules.check(
+                topk <= reachable,
+                f"topk must not exceed the experts of the chosen groups: {where}.topk={topk}; "
+                f"{self.topk_groups} groups x {experts // self.num_groups} experts = {reachable}. "
+                "Lower topk or raise topk_groups.",
+            )
+        return rules.broken
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """One mixture-of-experts layer."""
+
+    router: RouterConfig = field(default_factory=RouterConfig)
+    ffn: int = 1024
+    """F, the hidden width of one expert."""
+    shared_ffn: int = 0
+    """Hidden width of a shared expert that every token passes; 0 for none."""
+    capacity_factor: float | None = None
+    """Dropless if null; else an expert keeps ceil(factor * topk * window / num_experts) slots a window."""
+    drop_policy: Literal["probability", "position"] = "probability"
+    """Which slots an over-full expert keeps: the largest combine weights, or the first positions."""
+    pad_to_capacity: bool = False
+    """Exchange fixed-size buffers of exactly the capacity, instead of ragged rows."""
+    dispatcher: Literal["auto", "local", "allgather", "alltoall"] = "auto"
+    experts: ExpertBackend = "auto"
+
+    def problems(self, where: str = "model.moe") -> list[str]:
+        """Every broken rule in words."""
+        rules = Rules(where)
+        rules.extend(self.router.problems(f"{where}.router"))
+        rules.check(self.ffn >= 1, f"{where}.ffn must be at least 1: {where}.ffn={self.ffn}.")
+        rules.check(self.shared_ffn >= 0, f"{where}.shared_ffn must not be negative: {self.shared_ffn}.")
+        factor = self.capacity_factor
+        rules.check(
+            factor is None or factor > 0,
+            f"{where}.capacity_factor must be positive, or null for dropless: {where}.capacity_factor={factor}.",
+        )
+        rules.check(
+            factor is not None or not self.pad_to_capacity,
+            f"{where}.pad_to_capacity needs a capacity: {where}.capacity_factor=null. Set it, for instance 1.25.",
+        )
+        return rules.broken
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A decoder-only transformer with dense and mixture-of-experts layers."""
+
+    vocab_size: int = 256
+    hidden: int = 384
+    num_layers: int = 2
+    num_heads: int = 6
+    num_kv_heads: int = 6
+    head_dim: int | None = None
+    """Width of one attention head; hidden / num_heads if null."""
+    ffn: int = 1536
+    """Hidden width of the dense layers' MLP."""
+    pattern: str = "M"
+    """Kinds of layers, repeated over the depth: M mixture of experts, D dense."""
+    moe: MoEConfig = field(default_factory=MoEConfig)
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    tied: bool = False
+    """Whether the head shares the embedding's weight."""
+    init_std: float = 0.02
+    """Standard deviation of the weights; output projections are scaled by 1/sqrt(2 * num_layers)."""
+    embedding_std: float = 1.0
+
+    @property
+    def head_width(self) -> int:
+        """The width of one attention head."""
+        return self.head_dim if self.head_dim is not None else self.hidden // self.num_heads
+
+    def layer_kinds(self) -> str:
+        """One letter a layer: the pattern repeated over the depth."""
+        return (self.pattern * self.num_layers)[: self.num_layers]
+
+    def problems(self, where: str = "model") -> list[str]:
+        """Every broken rule in words."""
+        rules = Rules(where)
+        for name in ("vocab_size", "hidden", "num_layers", "num_heads", "num_kv_heads", "ffn"):
+            value = getattr(self, name)
+            rules.check(value >= 1, f"{where}.{name} must be at least 1: {where}.{name}={value}.")
+        if not rules.broken:
+            rules.check(
+                self.head_dim is not None or self.hidden % self.num_heads == 0,
+                f"num_heads must divide hidden when head_dim is null: {where}.hidden={self.hidden}, "
+                f"{where}.num_heads={self.num_heads}. Choose from {', '.join(map(str, divisors(self.hidden)))}.",
+            )
+            rules.check(
+                self.num_heads % self.num_kv_heads == 0,
+                f"num_kv_heads must divide num_heads: {where}.num_heads={self.num_heads}, "
+                f"{where}.num_kv_heads={self.num_kv_heads}. "
+                f"Choose from {', '.join(map(str, divisors(self.num_heads)))}.",
+            )
+            rules.check(
+                self.head_width % 2 == 0 and self.head_width > 0,
+                f"rotary embeddings need an even head width: {self.head_width}. Set {where}.head_dim.",
+            )
+        rules.check(
+            bool(self.pattern) and set(self.pattern) <= {"M", "D"},
+            f"{where}.pattern holds the letters M (experts) and D (dense) only: {where}.pattern={self.pattern!r}.",
+        )
+        for name in ("init_std", "embedding_std", "norm_eps", "rope_theta"):
+            value = getattr(self, name)
+            rules.check(value > 0, f"{where}.{name} must be positive: {where}.{name}={value}.")
+        rules.extend(self.moe.problems(f"{where}.moe"))
+        return rules.broken
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which genome, how it is cut into windows, and which part is held out."""
+
+    fasta: str = "sample:lambda"
+    """Path of a FASTA file (plain or gzip), or `sample:lambda` for the phage that ships with the package."""
+    window: int = 256
+    """S, tokens a window."""
+    overlap: int = 0
+    """Tokens that neighbouring windows share; the stride is window - overlap."""
+    held_out: float = 0.1
+    """Share of the bases held out for evaluation."""
+    split: Literal["auto", "contig", "tail"] = "auto"
+    """Hold out whole contigs, or the tail of the sequence; `auto` takes contigs if there are several."""
+    reverse_complement: bool = True
+    """Draw each training window from either strand."""
+    markov_order: int | None = None
+    """Order of the Markov baseline; the best of 0..8 on the training part's own tail if null."""
+    cache: str | None = None
+    """Folder of the tokenised genome; beside the run's output if null."""
+
+    def problems(self, where: str = "data") -> list[str]:
+        """Every broken rule in words."""
+        rules = Rules(where)
+        rules.check(self.window >= 2, f"{where}.window must be at least 2: {where}.window={self.window}.")
+        rules.check(
+            0 <= self.overlap < max(self.window, 1),
+            f"overlap must be at least 0 and less than window: {where}.overlap={self.overlap}, "
+            f"{where}.window={self.window}.",
+        )
+        rules.check(
+            0 < self.held_out < 1,
+            f"{where}.held_out is a share between 0 and 1: {where}.held_out={self.held_out}. Try 0.1.",
+        )
+        rules.check(
+            self.markov_order is None or 0 <= self.markov_order <= 12,
+            f"{where}.markov_order must be between 0 and 12: {where}.markov_order={self.markov_order}.",
+        )
+        return rules.broken
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW with warm-up and cosine decay."""
+
+    lr: float = 3e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.033
+    warmup_steps: int = 20
+    decay_steps: int | None = None
+    """Steps from the start until the learning rate reaches its minimum; the run's steps if null."""
+    min_lr_ratio: float = 0.1
+    clip: float = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+    implementation: Literal["auto", "te", "apex", "torch"] = "auto"
+
+    def problems(self, where: str = "optim") -> list[str]:
+        """Every broken rule in words."""
+        rules = Rules(where)
+        rules.check(self.lr > 0, f"{where}.lr must be positive: {where}.lr={self.lr}.")
+        rules.check(self.eps > 0, f"{where}.eps must be positive: {where}.eps={self.eps}.")
+        rules.check(
+            all(0 <= beta < 1 for beta in self.betas),
+            f"{where}.betas must lie in [0, 1): {where}.betas={list(self.betas)}.",
+        )
+        for name in ("weight_decay", "warmup_steps", "min_lr_ratio", "clip"):
+            value = getattr(self, name)
+            rules.check(value >= 0, f"{where}.{name} must not be negative: {where}.{name}={value}.")
+        rules.check(
+            self.decay_steps is None or self.decay_steps >= 1,
+            f"{where}.decay_steps must be at least 1, or null for the run's steps: {self.decay_steps}.",
+        )
+        rules.check(
+            self.min_lr_ratio <= 1,
+            f"{where}.min_lr_ratio must be at most 1: {where}.min_lr_ratio={self.min_lr_ratio}.",
+        )
+        return rules.broken
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How long, how much at once, and how often to look and to save."""
+
+    steps: int = 100
+    global_batch: int = 16
+    """Windows an optimiser step, over all ranks."""
+    micro_batch: int = 4
+    """Windows one rank passes through the model at once; the rest is gradient accumulation."""
+    eval_every: int = 0
+    """Steps between evaluations on the held-out part; 0 evaluates at the end only."""
+    eval_windows: int | None = None
+    """Held-out windows of one evaluation; all of them if null."""
+    checkpoint_every: int = 0
+    """Steps between checkpoints; 0 writes none but the final weights."""
+    keep_checkpoints: int = 2
+    log_every: int = 1
+    timeout_s: float = 300.0
+    """Seconds after which a rank that waits for the others gives up."""
+
+    def problems(self, where: str = "train", dp: int | None = None) -> list[str]:
+        """Every broken rule in words; with `dp` also that the global batch divides."""
+        rules = Rules(where)
+        for name in ("steps", "global_batch", "micro_batch", "keep_checkpoints", "log_every"):
+            value = getattr(self, name)
+            rules.check(value >= 1, f"{where}.{name} must be at least 1: {where}.{name}={value}.")
+        for name in ("eval_every", "checkpoint_every"):
+            value = getattr(self, name)
+            rules.check(value >= 0, f"{where}.{name} must not be negative: {where}.{name}={value}.")
+        rules.check(
+            self.timeout_s > 0, f"{where}.timeout_s must be positive: {where}.timeout_s={self.timeout_s}."
+        )
+        if dp is not None and not rules.broken:
+            unit = dp * self.micro_batch
+            rules.check(
+                self.global_batch % unit == 0,
+                f"global_batch must be a multiple of dp * micro_batch: {where}.global_batch={self.global_batch}, "
+                f"dp={dp}, {where}.micro_batch={self.micro_batch}; {self.global_batch} % {unit} = "
+                f"{self.global_batch % unit}. The nearest is {max(unit, self.global_batch // unit * unit)}.",
+            )
+        return rules.broken
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything about one run."""
+
+    name: str = "run"
+    seed: int = 0
+    out: str | None = None
+    """Folder of the results; `runs/<name>` if null."""
+    resume: str | None = None
+    """`latest`, or the path of a checkpoint."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    precision: Precision = "fp32"
+    layout: Layout = field(default_factory=Layout)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    def problems(self, world_size: int | None = None) -> list[str]:
+        """Every broken rule of every section, and of their combination."""
+        rules = Rules(self.name)
+        layout_problems = self.layout.problems(world_size)
+        rules.extend(layout_problems)
+        rules.extend(self.model.problems())
+        rules.extend(self.data.problems())
+        rules.extend(self.optim.problems())
+        rules.extend(self.train.problems(dp=None if layout_problems else self.layout.resolved().dp))
+        experts, ep = self.model.moe.router.num_experts, self.layout.ep
+        if ep >= 1 and experts >= 1 and "M" in self.model.layer_kinds():
+            rules.check(
+                experts % ep == 0,
+                f"ep must divide num_experts: model.moe.router.num_experts={experts}, layout.ep={ep} leaves "
+                f"{experts % ep} experts unplaced. Choose ep from {', '.join(map(str, divisors(experts)))}.",
+            )
+        rules.check(
+            self.model.moe.dispatcher != "local" or ep == 1,
+            f"the local dispatcher holds all experts on one rank: model.moe.dispatcher=local, layout.ep={ep}. "
+            "Use alltoall, allgather or auto.",
+        )
+        return rules.broken
+
+    def validate(self, world_size: int | None = None) -> None:
+        """Raise one `ConfigError` that lists every broken rule."""
+        rules = Rules(self.name)
+        rules.extend(self.problems(world_size))
+        rules.raise_if_broken()

@@ -1,0 +1,40 @@
+"""Making parameters and buffers from their `ShardSpec`: shape, initial value and ownership in one call."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from isozyme.core.initialisation import initial_shard
+from isozyme.parallel.process_groups import ProcessGroups
+from isozyme.parallel.shard_spec import ShardSpec, attach
+
+
+def local_initial_value(
+    spec: ShardSpec, groups: ProcessGroups, *, seed: int, device: torch.device | str, dtype: torch.dtype
+) -> Tensor:
+    """This rank's part of the tensor's initial value, the same slice of the same whole at every layout."""
+    value = initial_shard(
+        name=spec.name,
+        global_shape=spec.global_shape,
+        slices=spec.slices(groups.topology, groups.rank),
+        init=spec.init,
+        seed=seed,
+        init_dim=spec.init_dim,
+    )
+    kept = dtype if spec.min_dtype is None else torch.promote_types(dtype, spec.min_dtype)
+    return value.to(device=device, dtype=kept)
+
+
+def create_parameter(
+    spec: ShardSpec,
+    groups: ProcessGroups,
+    *,
+    seed: int,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> nn.Parameter:
+    """A parameter that holds this rank's shard, initialised by its global name, with its spec attached."""
+    parameter = nn.Parameter(local_initial_value(spec, groups, seed=seed, device=device, dtype=dtype))
+    attach(parameter, spec)
+    return parameter
