@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -45,6 +45,7 @@ class ModelOutput:
     """The routing that each of these layers used."""
 
 
+@runtime_checkable
 class Model(Protocol):
     """What the training step calls. Any `nn.Module` of this shape can be trained and verified.
 
@@ -61,6 +62,7 @@ class Model(Protocol):
         ...
 
 
+@runtime_checkable
 class ModelFactory(Protocol):
     """Builds one chunk of a model on one rank: what `isozyme verify --model package.module:factory` names."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -89,6 +89,7 @@ class Dispatched:
         return tuple(int(count) for count in self.tokens_per_expert.tolist())
 
 
+@runtime_checkable
 class Dispatcher(Protocol):
     """Sends token rows to the ranks that own their experts, and brings the results back.
 
@@ -105,6 +106,7 @@ class Dispatcher(Protocol):
         ...
 
 
+@runtime_checkable
 class ExpertFunction(Protocol):
     """The arithmetic of one backend: SwiGLU experts over grouped rows.
 

@@ -7,7 +7,7 @@ and are passed as arguments: there is no global registry. A group of one rank is
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from isozyme.core.errors import ConfigError
 from isozyme.core.topology import Topology
@@ -30,6 +30,7 @@ GROUPS: tuple[tuple[str, ...], ...] = (
 """The axes, alone and together, that a manager builds groups for."""
 
 
+@runtime_checkable
 class World(Protocol):
     """All ranks, and a way to make groups of them: torch.distributed, simulated, or one rank alone."""
 
