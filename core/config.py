@@ -109,11 +109,11 @@ class MoEConfig:
         factor = self.capacity_factor
         rules.check(
             factor is None or factor > 0,
-            f"{where}.capacity_factor must be positive, or null for dropless: {where}.capacity_factor={factor}.",
+            f"capacity_factor must be positive, or null for dropless: {where}.capacity_factor={factor}.",
         )
         rules.check(
             factor is not None or not self.pad_to_capacity,
-            f"{where}.pad_to_capacity needs a capacity: {where}.capacity_factor=null. Set it, for instance 1.25.",
+            f"pad_to_capacity needs a capacity: {where}.capacity_factor=null. Set it, for instance 1.25.",
         )
         return rules.broken
 
@@ -161,7 +161,8 @@ class ModelConfig:
             rules.check(
                 self.head_dim is not None or self.hidden % self.num_heads == 0,
                 f"num_heads must divide hidden when head_dim is null: {where}.hidden={self.hidden}, "
-                f"{where}.num_heads={self.num_heads}. Choose from {', '.join(map(str, divisors(self.hidden)))}.",
+                f"{where}.num_heads={self.num_heads}. "
+                f"Choose from {', '.join(map(str, divisors(self.hidden)))}.",
             )
             rules.check(
                 self.num_heads % self.num_kv_heads == 0,
@@ -175,7 +176,7 @@ class ModelConfig:
             )
         rules.check(
             bool(self.pattern) and set(self.pattern) <= {"M", "D"},
-            f"{where}.pattern holds the letters M (experts) and D (dense) only: {where}.pattern={self.pattern!r}.",
+            f"pattern holds the letters M (experts) and D (dense) only: {where}.pattern={self.pattern!r}.",
         )
         for name in ("init_std", "embedding_std", "norm_eps", "rope_theta"):
             value = getattr(self, name)
@@ -300,7 +301,8 @@ class TrainConfig:
             unit = dp * self.micro_batch
             rules.check(
                 self.global_batch % unit == 0,
-                f"global_batch must be a multiple of dp * micro_batch: {where}.global_batch={self.global_batch}, "
+                f"global_batch must be a multiple of dp * micro_batch: "
+                f"{where}.global_batch={self.global_batch}, "
                 f"dp={dp}, {where}.micro_batch={self.micro_batch}; {self.global_batch} % {unit} = "
                 f"{self.global_batch % unit}. The nearest is {max(unit, self.global_batch // unit * unit)}.",
             )
@@ -343,7 +345,8 @@ class RunConfig:
             )
         rules.check(
             self.model.moe.dispatcher != "local" or ep == 1,
-            f"the local dispatcher holds all experts on one rank: model.moe.dispatcher=local, layout.ep={ep}. "
+            "the local dispatcher holds all experts on one rank: "
+            f"model.moe.dispatcher=local, layout.ep={ep}. "
             "Use alltoall, allgather or auto.",
         )
         return rules.broken

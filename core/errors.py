@@ -41,13 +41,13 @@ class Rules:
     """Collects broken rules, so that one `ConfigError` reports them all.
 
     >>> rules = Rules("layout")
-    >>> rules.check(10 % 4 == 0, "ep must divide num_experts: num_experts=10, ep=4. Choose ep from 1, 2, 5, 10.")
+    >>> rules.check(10 % 4 == 0, "ep must divide num_experts: num_experts=10, ep=4. Choose from 1, 2, 5, 10.")
     False
     >>> rules.raise_if_broken()
     Traceback (most recent call last):
     ...
     isozyme.core.errors.ConfigError: layout: 1 rule broken
-      - ep must divide num_experts: num_experts=10, ep=4. Choose ep from 1, 2, 5, 10.
+      - ep must divide num_experts: num_experts=10, ep=4. Choose from 1, 2, 5, 10.
     """
 
     def __init__(self, subject: str) -> None:

@@ -86,5 +86,5 @@ def quantize_mxfp8(x: Float[Tensor, "..."], dim: int = -1) -> MXFP8:
 
 
 def round_to_mxfp8(x: Float[Tensor, "..."], dim: int = -1) -> Float[Tensor, "..."]:
-    """What a GEMM sees of `x` when it is quantised along `dim`: quantise and dequantise, in at least float32."""
+    """What a GEMM sees of `x` quantised along `dim`: quantised and dequantised, in at least float32."""
     return quantize_mxfp8(x, dim).dequantize(torch.promote_types(x.dtype, torch.float32))

@@ -97,7 +97,7 @@ class Layout:
     order: str = DEFAULT_ORDER
 
     def problems(self, world_size: int | None = None) -> list[str]:
-        """Every broken rule in words, with its arithmetic and the legal values; empty if the layout is legal."""
+        """Every broken rule in words, with its arithmetic and the legal values; empty for a legal layout."""
         rules = Rules("layout")
         sizes = {axis: getattr(self, axis) for axis in ("tp", "cp", "pp", "ep", "etp")}
         if self.dp is not None:

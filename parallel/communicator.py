@@ -172,7 +172,7 @@ class Communicator(ABC):
     def reduce_scatter(
         self, tensor: Tensor, sizes: Sequence[int] | None = None, op: ReduceOp = "sum"
     ) -> Tensor:
-        """The sum over ranks of `tensor` `[sum(sizes), ...]`, of which each rank gets its `sizes[rank]` rows."""
+        """The sum over ranks of `tensor` `[sum(sizes), ...]`; each rank gets its own `sizes[rank]` rows."""
         result: Tensor = self.reduce_scatter_async(tensor, sizes, op).wait()
         return result
 
@@ -190,8 +190,8 @@ class Communicator(ABC):
             )
         if input_splits is None and tensor.shape[0] % self.size:
             raise ValueError(
-                f"all_to_all over {self.name}: {tensor.shape[0]} rows are not divisible by {self.size} ranks. "
-                "Give output_splits and input_splits."
+                f"all_to_all over {self.name}: {tensor.shape[0]} rows are not divisible by {self.size} "
+                "ranks. Give output_splits and input_splits."
             )
         share = tensor.shape[0] // self.size
         sent = self._sizes(input_splits, share, "all_to_all", "input_splits")

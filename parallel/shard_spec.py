@@ -84,7 +84,7 @@ class ShardSpec:
 
 
 def dense_spec(name: str, global_shape: tuple[int, ...], init: Init, *, decay: bool = True) -> ShardSpec:
-    """The spec of a dense tensor that every rank of a pipeline stage holds whole (norms, router, TP=1 weights)."""
+    """The spec of a dense tensor that every rank of a stage holds whole (norms, router, TP=1 weights)."""
     replicas: dict[str, Replica] = {"tp": "partial", "cp": "partial", "dp": "partial"}
     return ShardSpec(name=name, global_shape=global_shape, replicas=replicas, init=init, decay=decay)
 
@@ -104,7 +104,7 @@ def spec_of(tensor: Tensor) -> ShardSpec:
     if spec is None:
         raise ValueError(
             f"a tensor of shape {tuple(tensor.shape)} has no ShardSpec. "
-            "Create parameters with isozyme.parallel.parameters.create_parameter, or call attach(tensor, spec)."
+            "Create it with isozyme.parallel.parameters.create_parameter, or call attach(tensor, spec)."
         )
     return spec
 

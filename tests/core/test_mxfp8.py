@@ -1,4 +1,4 @@
-"""MXFP8 against an independent scalar implementation in exact rational arithmetic, exhaustively where finite."""
+"""MXFP8 against independent scalar code in exact rational arithmetic, exhaustively where finite."""
 
 import math
 from fractions import Fraction
