@@ -1,4 +1,4 @@
-"""What all tests share: hypothesis profiles, the `gpu` marker, a fixed seed, unchecked annotations on request.
+"""What all tests share: hypothesis profiles, the `gpu` marker, a fixed seed, unchecked annotations.
 
 Annotations of the package are checked by the import hook that pyproject.toml names, not from here.
 """

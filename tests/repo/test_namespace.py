@@ -46,7 +46,8 @@ import importlib, json, sys
 
 class Absent:
     names = {
-        "beartype", "hypothesis", "pytest", "transformer_engine", "transformer_engine_torch", "transformers", "triton"
+        "beartype", "hypothesis", "pytest", "transformers", "triton",
+        "transformer_engine", "transformer_engine_torch",
     }
 
     def find_spec(self, name, path=None, target=None):
