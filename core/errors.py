@@ -37,6 +37,10 @@ class NonFiniteError(IsozymeError, ArithmeticError):
     """The loss or a gradient is NaN or infinite; raised on all ranks alike, before the optimiser step."""
 
 
+class UsageError(IsozymeError, RuntimeError):
+    """Calls came in an order that their contract forbids, such as reducing the same gradients twice."""
+
+
 class Rules:
     """Collects broken rules, so that one `ConfigError` reports them all.
 

@@ -19,6 +19,9 @@ from isozyme.core.topology import Topology
 
 Replica = Literal["partial", "identical"]
 
+EMBEDDING = "embedding"
+"""The name, in `ShardSpec.replicas`, of the stage pair that shares a tied embedding."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSpec:
@@ -38,7 +41,11 @@ class ShardSpec:
     init_dim: int = 0
     """The dim whose indices are seeded one by one, so that a slice costs only its share to initialise."""
     replicas: Mapping[str, Replica] = field(default_factory=dict)
-    """Axes with equal copies: `partial` if each copy's gradient is a part of the sum, else `identical`."""
+    """Axes with equal copies: `partial` if each copy's gradient is a part of the sum, else `identical`.
+
+    Besides the grid's axes it may name `embedding`: the pair of first and last pipeline stage, both of which
+    hold a tied embedding.
+    """
     init: Init
     decay: bool = True
     """Whether weight decay applies."""
@@ -53,7 +60,9 @@ class ShardSpec:
 
     def num_replicas(self, topology: Topology) -> int:
         """How many ranks hold this same shard; its weight in the global norm is one over this."""
-        return topology.size(tuple(self.replicas)) if self.replicas else 1
+        axes = tuple(axis for axis in self.replicas if axis != EMBEDDING)
+        pair = len(topology.embedding_group(0)) if EMBEDDING in self.replicas else 1
+        return pair * (topology.size(axes) if axes else 1)
 
     def slices(self, topology: Topology, rank: int) -> tuple[slice, ...]:
         """The part of the global tensor that `rank` holds."""
@@ -80,6 +89,7 @@ class ShardSpec:
     def is_writer(self, topology: Topology, rank: int) -> bool:
         """Whether `rank` is the replica that writes this shard to a checkpoint (coordinate 0 on each)."""
         at = topology.coordinates(rank)
+        at[EMBEDDING] = int(rank != topology.embedding_group(rank)[0])
         return all(at[axis] == 0 for axis in self.replicas)
 
 
