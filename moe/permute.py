@@ -1,0 +1,219 @@
+"""Local reordering of rows: by expert and back, with padding to an alignment, and of received chunks.
+
+Every reordering is the same linear map, `out[m] = Σ_k x[index[m, k]]` with -1 for "nothing", and its gradient
+is that map with the inverse table. So there is one autograd function, without atomics: sums run over the
+slots of a token in slot order, in at least fp32, and are the same in every run.
+
+Rows are padding-free and expert-major: sorted by expert, then token, then slot. Dropped slots have no row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from einops import rearrange
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from isozyme.moe.types import Routing
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowMap:
+    """A reordering of M rows into N rows, as two tables that are each other's inverse. -1 means no row.
+
+    A source row may appear several times in the result (at most K), a result row has at most one source.
+    """
+
+    source: Int[Tensor, "N"]
+    """Source row of each result row, int64; -1 for a row of zeros."""
+    places: Int[Tensor, "M K"]
+    """Result rows made from each source row, int64; -1 where there are fewer than K."""
+    all_sourced: bool = False
+    """Whether there is no -1 in `source` (saves a masking pass)."""
+    all_placed: bool = False
+    """Whether there is no -1 in `places`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotMap:
+    """The expert-major order of this rank's kept slots. All tables are int64, on the device of the routing."""
+
+    row_token: Int[Tensor, "N"]
+    """Token of each row."""
+    row_slot: Int[Tensor, "N"]
+    """Flat slot, token * K + choice, of each row."""
+    slot_row: Int[Tensor, "T K"]
+    """Row of each slot; -1 for a slot that is not kept."""
+    counts: Int[Tensor, "E"]
+    """Rows of each expert."""
+
+    @property
+    def num_rows(self) -> int:
+        """N, the kept slots."""
+        return self.row_token.shape[0]
+
+    @property
+    def by_token(self) -> RowMap:
+        """Tokens to rows."""
+        return RowMap(source=self.row_token, places=self.slot_row, all_sourced=True)
+
+    @property
+    def by_slot(self) -> RowMap:
+        """Flat slots to rows."""
+        places = rearrange(self.slot_row, "t k -> (t k) 1")
+        return RowMap(source=self.row_slot, places=places, all_sourced=True)
+
+
+class _Reorder(torch.autograd.Function):
+    """`out[m] = Σ_k x[index[m, k]]`; the gradient is the same with the inverse table.
+
+    `full` and `inverse_full` say that a table has no -1.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, index: Tensor, inverse: Tensor, full: bool, inverse_full: bool
+    ) -> Tensor:
+        ctx.save_for_backward(index, inverse)
+        ctx.full = (full, inverse_full)
+        return _gather_sum(x, index, full)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        index, inverse = ctx.saved_tensors
+        full, inverse_full = ctx.full
+        return _Reorder.apply(grads[0], inverse, index, inverse_full, full), None, None, None, None
+
+
+def _gather_sum(x: Tensor, index: Tensor, full: bool) -> Tensor:
+    """Sum the rows of `x` that each row of `index` `[M, K]` names; never reads a row that is not named."""
+    rows, choices = index.shape
+    if x.shape[0] == 0 or choices == 0:
+        return x.new_zeros((rows, *x.shape[1:]))
+    if choices == 1:
+        return _take(x, index[:, 0], full)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    total = _take(x, index[:, 0], full).to(wide)
+    for choice in range(1, choices):
+        total += _take(x, index[:, choice], full)
+    return total.to(x.dtype)
+
+
+def _take(x: Tensor, index: Tensor, full: bool) -> Tensor:
+    if full:
+        return x.index_select(0, index)
+    missing = index < 0
+    taken = x.index_select(0, index.clamp(min=0))
+    return taken.masked_fill_(missing.view(-1, *(1,) * (x.ndim - 1)), 0)
+
+
+def reorder(x: Float[Tensor, "M *rest"], rows: RowMap) -> Float[Tensor, "N *rest"]:
+    """The rows of `x` in the order of the map; zeros where it names no source. The gradient is `restore`."""
+    return _Reorder.apply(x, rows.source[:, None], rows.places, rows.all_sourced, rows.all_placed)
+
+
+def restore(x: Float[Tensor, "N *rest"], rows: RowMap) -> Float[Tensor, "M *rest"]:
+    """For each source row of the map, the sum of the rows made from it. The gradient is `reorder`."""
+    return _Reorder.apply(x, rows.places, rows.source[:, None], rows.all_placed, rows.all_sourced)
+
+
+def sort_slots(routing: Routing, num_rows: int | None = None) -> SlotMap:
+    """Order the kept slots by expert, then token, then choice.
+
+    Args:
+        routing: this rank's routing. Slots that are not kept sort behind all others, so that they shift none.
+        num_rows: the number of kept slots, if the caller has it on the host; else it is fetched (one wait).
+    """
+    ids, kept = routing.topk_ids.flatten(), routing.kept.flatten()
+    counts = routing.local_tokens_per_expert()
+    total = int(counts.sum()) if num_rows is None else num_rows
+    key = torch.where(kept, ids, routing.num_experts).to(torch.int32)
+    row_slot = torch.sort(key, stable=True).indices[:total]
+    slot_row = torch.full_like(ids, -1, dtype=torch.int64)
+    slot_row[row_slot] = torch.arange(total, device=ids.device)
+    return SlotMap(
+        row_token=row_slot // max(routing.topk, 1),
+        row_slot=row_slot,
+        slot_row=slot_row.view_as(routing.topk_ids),
+        counts=counts,
+    )
+
+
+def permute(tokens: Float[Tensor, "T H"], slots: SlotMap) -> Float[Tensor, "N H"]:
+    """Copy each token to the rows of its kept slots. The gradient of a token is the sum over its rows."""
+    return reorder(tokens, slots.by_token)
+
+
+def permute_probs(probs: Float[Tensor, "T K"], slots: SlotMap) -> Float[Tensor, "N"]:
+    """The combine weight of each row. A slot that is not kept has gradient zero."""
+    return reorder(probs.flatten(), slots.by_slot)
+
+
+def unpermute(rows: Float[Tensor, "N H"], slots: SlotMap) -> Float[Tensor, "T H"]:
+    """Add up the rows of each token, in at least fp32 and in slot order; zeros for a token without rows."""
+    return restore(rows, slots.by_token)
+
+
+def padding_map(
+    counts: Sequence[int], alignment: int, *, allocated: int | None = None, device: torch.device | str = "cpu"
+) -> tuple[RowMap, tuple[int, ...]]:
+    """The map that pads each expert's rows to a multiple of `alignment`, and the padded counts.
+
+    Args:
+        counts: rows of each expert, on the host.
+        alignment: rows that a kernel wants a multiple of (16, 32, 128, 256). An empty expert stays empty.
+        allocated: rows of the tensor to pad, if more than `sum(counts)`; those behind go nowhere.
+        device: where the tables are.
+    """
+    if alignment < 1 or (allocated is not None and allocated < sum(counts)):
+        raise ValueError(
+            f"alignment must be at least 1, and allocated at least the rows: alignment={alignment}, "
+            f"allocated={allocated}, {sum(counts)} rows."
+        )
+    padded = tuple(-(-count // alignment) * alignment for count in counts)
+    real, total = sum(counts), sum(padded)
+    lengths = torch.tensor([counts, padded], dtype=torch.int64, device=device)
+    shift = _exclusive_sum(lengths[1]) - _exclusive_sum(lengths[0])
+    row = torch.arange(real, device=device)
+    place = row + torch.repeat_interleave(shift, lengths[0], output_size=real)
+    source = torch.full((total,), -1, dtype=torch.int64, device=device)
+    source[place] = row
+    places = torch.full((real if allocated is None else allocated, 1), -1, dtype=torch.int64, device=device)
+    places[:real, 0] = place
+    padding = RowMap(source=source, places=places, all_sourced=total == real, all_placed=len(places) == real)
+    return padding, padded
+
+
+def pad_rows(rows: Float[Tensor, "N *rest"], padding: RowMap) -> Float[Tensor, "P *rest"]:
+    """Insert rows of zeros behind each expert's rows, as `padding_map` says. Padding takes no gradient."""
+    return reorder(rows, padding)
+
+
+def unpad_rows(rows: Float[Tensor, "P *rest"], padding: RowMap) -> Float[Tensor, "N *rest"]:
+    """Remove the rows that `pad_rows` inserted, whatever they hold; their gradient is zero."""
+    return restore(rows, padding)
+
+
+def chunk_map(counts: Int[Tensor, "A B"], num_rows: int) -> RowMap:
+    """The map from chunks ordered by (a, b) to chunks ordered by (b, a), each kept in its own order.
+
+    Args:
+        counts: rows of each chunk, int64: for rows received from rank a for expert b, this is what turns
+            rank-major into expert-major.
+        num_rows: the sum of `counts`, on the host.
+    """
+    before = _exclusive_sum(counts.flatten()).view_as(counts)
+    after = _exclusive_sum(counts.T.flatten()).view_as(counts.T)
+    shift = before.T - after
+    row = torch.arange(num_rows, device=counts.device)
+    source = row + torch.repeat_interleave(shift.flatten(), counts.T.flatten(), output_size=num_rows)
+    places = row - torch.repeat_interleave(shift.T.flatten(), counts.flatten(), output_size=num_rows)
+    return RowMap(source=source, places=places[:, None], all_sourced=True, all_placed=True)
+
+
+def _exclusive_sum(counts: Tensor) -> Tensor:
+    return counts.cumsum(0) - counts
