@@ -80,7 +80,7 @@ class ProcessGroups:
     def __init__(self, topology: Topology, world: World) -> None:
         if topology.world_size != world.size:
             raise ConfigError(
-                f"the layout needs {topology.world_size} ranks ({topology.layout}), but there are {world.size}."
+                f"the layout needs {topology.world_size} ranks ({topology.layout}), not {world.size}."
             )
         self.topology = topology
         self.rank = world.rank
