@@ -1,0 +1,194 @@
+"""The router: one linear map from tokens to experts, and the choice that follows from it.
+
+The module holds no running state: what it counted goes out as `RouterStats`, so recomputing a layer or
+evaluating it counts nothing twice.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from isozyme.core.config import RouterConfig
+from isozyme.core.errors import ConfigError, Rules
+from isozyme.core.initialisation import Init
+from isozyme.moe.expert_bias import PreciseBuffers, create_expert_bias
+from isozyme.moe.losses import balance_loss, expert_counts, z_loss
+from isozyme.moe.scores import (
+    RoutingFlips,
+    combine_weights,
+    log_scores,
+    normalized_scores,
+    routing_flips,
+    select_experts,
+    selection_scores,
+)
+from isozyme.moe.types import RouterStats, Routing
+from isozyme.parallel.parameters import create_parameter
+from isozyme.parallel.process_groups import ProcessGroups
+from isozyme.parallel.shard_spec import dense_spec
+
+
+class Router(PreciseBuffers):
+    """Chooses `topk` of `num_experts` experts for each token, and weighs them.
+
+    Logits, scores, weights and losses are computed in at least fp32, autocast or not. Each rank routes its
+    own tokens; every rank holds the whole weight, and its gradient is a part of the sum over TP, CP and DP.
+
+    Args:
+        config: how to choose and what to balance.
+        name: global canonical name of the router, such as `layers.3.moe.router`.
+        hidden: H, the width of a token.
+        groups: this rank's groups.
+        seed: seed of the model.
+        init_std: standard deviation of the initial weight.
+        device: where the weight lives.
+        dtype: type of the weight; the expert bias is at least fp32.
+
+    Raises:
+        ConfigError: if the configuration breaks a rule.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        *,
+        name: str,
+        hidden: int,
+        groups: ProcessGroups,
+        seed: int,
+        init_std: float = 0.02,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        rules = Rules(name)
+        rules.extend(config.problems())
+        rules.raise_if_broken()
+        self.config = config
+        self.groups = groups
+        spec = dense_spec(f"{name}.weight", (config.num_experts, hidden), Init.normal(init_std))
+        self.weight = create_parameter(spec, groups, seed=seed, device=device, dtype=dtype)
+        bias = None
+        if config.expert_bias_rate > 0:
+            bias = create_expert_bias(
+                f"{name}.expert_bias", config.num_experts, groups, device=device, dtype=dtype
+            )
+        self.expert_bias: Tensor | None
+        self.register_buffer("expert_bias", bias)
+
+    def extra_repr(self) -> str:
+        """What `print(module)` shows."""
+        config = self.config
+        return f"num_experts={config.num_experts}, topk={config.topk}, score={config.score}"
+
+    def logits(self, tokens: Float[Tensor, "T H"], token_valid: Bool[Tensor, "T"]) -> Float[Tensor, "T E"]:
+        """The product of tokens and weight in at least fp32; zeros for padding, whatever it holds."""
+        dtype = torch.promote_types(torch.promote_types(tokens.dtype, self.weight.dtype), torch.float32)
+        with torch.autocast(tokens.device.type, enabled=False):
+            # Padding may hold anything, NaN included: not even a zero gradient may be multiplied by it.
+            real = torch.where(token_valid[:, None], tokens, torch.zeros_like(tokens))
+            return F.linear(real.to(dtype), self.weight.to(dtype))
+
+    def forward(
+        self,
+        tokens: Float[Tensor, "T H"],
+        token_valid: Bool[Tensor, "T"],
+        windows: int,
+        routing_override: Routing | None = None,
+        *,
+        lagged_counts: Int[Tensor, "E"] | None = None,
+    ) -> tuple[Routing, RouterStats]:
+        """Route this rank's tokens.
+
+        A token whose logits are not all finite still gets valid, distinct expert ids; its weights are NaN, so
+        that the step's check for non-finite values finds it. Other tokens are not affected.
+
+        With an auxiliary loss, the ranks of the CP x TP group call it together: they hold shares of the same
+        windows, and their counts are summed (one all-reduce of `windows * (E + 1)` integers).
+
+        Args:
+            tokens: this rank's tokens, window by window.
+            token_valid: which tokens are real; padding gets valid ids, is not kept, weighs nothing and is
+                not counted.
+            windows: sequence windows in this call, of which the tokens are equal shares.
+            routing_override: a routing to replay: its ids and `kept` are used, the weights are recomputed
+                from the present scores, with gradient.
+            lagged_counts: `[E]`, the previous step's slots over all ranks, for `aux_scope=global_lagged`.
+
+        Returns:
+            The routing, and this rank's statistics. `routed` counts slots before any drop; `dropped` is zero
+            unless a replayed routing had dropped some.
+
+        Raises:
+            ConfigError: if the tokens are not whole windows, or the override belongs to other tokens.
+        """
+        config = self.config
+        logits = self.logits(tokens, token_valid)
+        with torch.autocast(tokens.device.type, enabled=False):
+            log_score = log_scores(logits, config.score)
+            chosen = token_valid[:, None].expand(-1, config.topk)
+            if routing_override is None:
+                ids = select_experts(selection_scores(log_score, self.expert_bias), config)
+                kept = chosen.clone()
+            else:
+                self._check_override(routing_override, tokens.shape[0])
+                ids, kept = routing_override.topk_ids, routing_override.kept & chosen
+            weights = combine_weights(log_score, ids, config)
+            probs = torch.where(kept, weights, torch.zeros_like(weights))
+            routing = Routing(topk_ids=ids, topk_probs=probs, kept=kept, num_experts=config.num_experts)
+            stats = RouterStats(
+                aux_loss=self._balance_loss(log_score, ids, token_valid, windows, lagged_counts),
+                z_loss=(
+                    z_loss(logits, token_valid, coefficient=config.z_loss)
+                    if config.z_loss > 0
+                    else logits.new_zeros(())
+                ),
+                routed=expert_counts(ids, chosen, config.num_experts),
+                dropped=expert_counts(ids, chosen & ~kept, config.num_experts),
+            )
+        return routing, stats
+
+    @torch.no_grad()
+    def routing_flips(
+        self, tokens: Float[Tensor, "T H"], token_valid: Bool[Tensor, "T"], override: Routing
+    ) -> RoutingFlips:
+        """The tokens that would choose other experts than `override` did, with the gap of their scores."""
+        self._check_override(override, tokens.shape[0])
+        log_score = log_scores(self.logits(tokens, token_valid), self.config.score)
+        selection = selection_scores(log_score, self.expert_bias)
+        return routing_flips(selection, override.topk_ids, token_valid, self.config)
+
+    def _balance_loss(
+        self,
+        log_score: Float[Tensor, "T E"],
+        ids: Int[Tensor, "T K"],
+        token_valid: Bool[Tensor, "T"],
+        windows: int,
+        lagged_counts: Int[Tensor, "E"] | None,
+    ) -> Float[Tensor, ""]:
+        if self.config.aux_loss == 0:
+            return log_score.new_zeros(())
+        return balance_loss(
+            normalized_scores(log_score, self.config.score),
+            ids,
+            token_valid,
+            windows,
+            coefficient=self.config.aux_loss,
+            scope=self.config.aux_scope,
+            group=self.groups["tp", "cp"],
+            lagged_counts=lagged_counts,
+        )
+
+    def _check_override(self, override: Routing, num_tokens: int) -> None:
+        config = self.config
+        given = (override.num_tokens, override.topk, override.num_experts)
+        here = (num_tokens, config.topk, config.num_experts)
+        if given != here:
+            raise ConfigError(
+                "a replayed routing must belong to the same tokens and router: routing_override has "
+                f"(tokens, topk, num_experts)={given}; here they are {here}. "
+                "Record it with this batch and model."
+            )
