@@ -88,6 +88,18 @@ class Finished(Pending):
         return self.result
 
 
+class _Together(Pending):
+    """Several communications under way, and what they yield together."""
+
+    def __init__(self, parts: Sequence[Pending], result: Any) -> None:
+        self._parts, self._result = parts, result
+
+    def wait(self) -> Any:
+        for part in self._parts:
+            part.wait()
+        return self._result
+
+
 class Communicator(ABC):
     """One rank's view of one group of ranks.
 
@@ -253,6 +265,41 @@ class Communicator(ABC):
         """Fill `tensor` from group rank `src`, and return it."""
         result: Tensor = self.recv_async(tensor, src).wait()
         return result
+
+    def exchange_async(
+        self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]
+    ) -> Pending:
+        """Start `exchange`."""
+        calls = []
+        for tensor, dst in sends:
+            self._peer(dst, "send")
+            calls.append(Call(kind="send", input=tensor.contiguous(), output=tensor, peer=dst))
+        for tensor, src in recvs:
+            self._contiguous(tensor, "recv")
+            self._peer(src, "recv")
+            calls.append(Call(kind="recv", input=tensor, output=tensor, peer=src))
+        return _Together(self._start_together(calls), [tensor for tensor, _ in recvs])
+
+    def exchange(
+        self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]
+    ) -> list[Tensor]:
+        """Send and receive several tensors at once, without an order among them that could deadlock.
+
+        Two neighbours that send to each other must exchange: two plain sends would wait for each other.
+
+        Args:
+            sends: tensors and the group ranks that they go to.
+            recvs: tensors to be filled and the group ranks that they come from.
+
+        Returns:
+            The tensors of `recvs`, filled.
+        """
+        result: list[Tensor] = self.exchange_async(sends, recvs).wait()
+        return result
+
+    def _start_together(self, calls: Sequence[Call]) -> list[Pending]:
+        """Begin sends and receives that may cross; a transport may group them."""
+        return [self._start(call) for call in calls]
 
     def barrier(self) -> None:
         """Return when every rank of the group has called it."""

@@ -1,0 +1,333 @@
+"""Simulated worlds: N ranks as threads of one process, in which a run replays exactly and faults are found.
+
+`simulate(4, fn)` calls `fn(world)` on four ranks. One rank runs at a time; the baton changes hands only inside
+communicator calls, to a rank chosen by a seeded generator. So a run depends on its arguments alone, a deadlock
+is seen at once without a time-out, and ranks that disagree about a collective get an error that names both.
+
+Simulated: the meaning of every communicator call, sends that wait for their receive, per-rank random streams
+and default dtype, the caller's grad mode, autocast and default device. Not simulated: time and bandwidth; the
+stream order of CUDA (a collective waited for late is late only here); errors of a network; state that is
+process-wide elsewhere (environment, deterministic-algorithm flags, torch function modes of the caller). A rank
+that holds a lock of its own across a communicator call can hang the run. Sums run in rank order; other
+backends may round differently.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, overload
+
+import torch
+
+from isozyme.core.errors import CommunicationError
+from isozyme.parallel.communicator import Call, Communicator, Pending, SingleCommunicator
+from isozyme.parallel.simulated_baton import Baton, Schedule, simulating
+from isozyme.parallel.simulated_match import (
+    Post,
+    check_fit,
+    check_message,
+    complete,
+    copy_of_input,
+    unchanged,
+)
+from isozyme.parallel.trace import Record, Trace, caller
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """An error to be raised on a rank instead of one of its communicator calls (the first has number 0)."""
+
+    rank: int
+    call: int
+    error: Exception
+
+
+@overload
+def simulate(
+    world_size: int,
+    fn: Callable[[SimulatedWorld], Result],
+    *,
+    schedule_seed: int = 0,
+    schedule: Schedule | None = None,
+    seed: int = 0,
+    faults: Sequence[Fault] = (),
+    trace: Literal[False] = False,
+) -> list[Result]: ...
+
+
+@overload
+def simulate(
+    world_size: int,
+    fn: Callable[[SimulatedWorld], Result],
+    *,
+    schedule_seed: int = 0,
+    schedule: Schedule | None = None,
+    seed: int = 0,
+    faults: Sequence[Fault] = (),
+    trace: Literal[True],
+) -> tuple[list[Result], Trace]: ...
+
+
+def simulate(
+    world_size: int,
+    fn: Callable[[SimulatedWorld], Result],
+    *,
+    schedule_seed: int = 0,
+    schedule: Schedule | None = None,
+    seed: int = 0,
+    faults: Sequence[Fault] = (),
+    trace: bool = False,
+) -> list[Result] | tuple[list[Result], Trace]:
+    """Run `fn(world)` on every rank of a simulated world.
+
+    Args:
+        world_size: the number of ranks.
+        fn: one rank's program.
+        schedule_seed: seeds the choice of who runs next.
+        schedule: makes that choice itself, from the ascending list of the ranks that may run.
+        seed: the random streams of rank r (Python, NumPy, torch) start from (seed, r); the caller's are
+            as before afterwards.
+        faults: errors to raise on given ranks.
+        trace: return the trace as well.
+
+    Returns:
+        The ranks' results in rank order; with `trace`, a pair of them and the `Trace`.
+
+    Raises:
+        CommunicationError: if ranks disagree about a call, all wait for each other, a rank returns while
+            others wait for it or before it has waited for a call that it started, or a buffer is changed
+            while a call is under way.
+        Exception: whatever a rank raises, as it is; the others are stopped.
+
+    >>> import torch
+    >>> def rank_program(world):
+    ...     everyone = world.whole()
+    ...     return everyone.all_reduce(torch.tensor([world.rank])).item()
+    >>> simulate(3, rank_program)
+    [3, 3, 3]
+    """
+    if simulating():
+        raise CommunicationError("a simulated rank cannot simulate a world. Call simulate from outside.")
+    if world_size < 1:
+        raise ValueError(f"a world needs at least one rank: world_size={world_size}.")
+    shared = _Shared(world_size, schedule or random.Random(schedule_seed).choice, seed, faults)
+    results: dict[int, Result] = {}
+
+    def body(rank: int) -> None:
+        results[rank] = fn(SimulatedWorld(shared, rank))
+        shared.check_finished(rank)
+
+    shared.baton.run(body)
+    shared.check_splits_complete()
+    ordered = [results[rank] for rank in range(world_size)]
+    return (ordered, Trace(shared.records)) if trace else ordered
+
+
+class SimulatedWorld:
+    """One simulated rank's view of all ranks (the `World` of a `ProcessGroups`)."""
+
+    def __init__(self, shared: _Shared, rank: int) -> None:
+        self._shared = shared
+        self.rank = rank
+        self.size = len(shared.records)
+        self._splits = 0
+
+    def split(self, name: str, partition: Sequence[tuple[int, ...]]) -> Communicator:
+        """The communicator of this rank's part. Every rank calls it with the same partition of all ranks."""
+        number, self._splits = self._splits, self._splits + 1
+        groups = self._shared.split(self.rank, number, name, [tuple(part) for part in partition])
+        group = next(group for group in groups if self.rank in group.ranks)
+        if len(group.ranks) == 1:
+            return SingleCommunicator(name, self.rank)
+        return SimulatedCommunicator(self._shared, group, self.rank)
+
+    def whole(self, name: str = "world") -> Communicator:
+        """A communicator over all ranks."""
+        return self.split(name, [tuple(range(self.size))])
+
+
+class SimulatedCommunicator(Communicator):
+    """One simulated rank's view of a group."""
+
+    def __init__(self, shared: _Shared, group: _Group, rank: int) -> None:
+        super().__init__(group.name, group.ranks, group.ranks.index(rank))
+        self._shared, self._group = shared, group
+
+    def _start(self, call: Call) -> Pending:
+        return self._shared.post(self._group, self.rank, call)
+
+
+class _SimulatedPending(Pending):
+    def __init__(self, shared: _Shared, post: Post) -> None:
+        self._shared, self._post, self._waited = shared, post, False
+
+    def wait(self) -> Any:
+        post = self._post
+        if self._waited:
+            return self._result()
+        self._shared.wait(post)
+        self._waited = True
+        if post.call.output is not None and post.call.kind != "send":
+            with torch.no_grad():
+                post.call.output.copy_(post.received)
+        return self._result()
+
+    def _result(self) -> Any:
+        return self._post.received if self._post.call.kind == "object" else self._post.call.output
+
+
+class _Group:
+    """What the ranks of one group have called and not yet completed."""
+
+    def __init__(self, name: str, ranks: tuple[int, ...]) -> None:
+        self.name, self.ranks = name, ranks
+        self._rounds: dict[int, dict[int, Post]] = {}
+        self._made = [0] * len(ranks)
+        self._mail: dict[tuple[int, int], deque[Post]] = {}
+
+    def add(self, post: Post) -> Sequence[Post]:
+        """Match a new call with those of the other ranks; returns the calls that this completes."""
+        if post.call.kind in ("send", "recv"):
+            return self._add_message(post)
+        number = self._made[post.member]
+        self._made[post.member] += 1
+        calls = self._rounds.setdefault(number, {})
+        for other in sorted(calls):
+            check_fit(calls[other], post)
+        calls[post.member] = post
+        post.together = calls
+        if len(calls) < len(self.ranks):
+            return ()
+        del self._rounds[number]
+        ordered = [calls[member] for member in range(len(self.ranks))]
+        with torch.no_grad():
+            complete(ordered)
+        return ordered
+
+    def _add_message(self, post: Post) -> Sequence[Post]:
+        peer = post.call.peer
+        assert peer is not None
+        path = (post.member, peer) if post.call.kind == "send" else (peer, post.member)
+        queue = self._mail.setdefault(path, deque())
+        if not queue or queue[0].call.kind == post.call.kind:
+            queue.append(post)
+            return ()
+        other = queue.popleft()
+        send, recv = (post, other) if post.call.kind == "send" else (other, post)
+        check_message(send, recv)
+        recv.received = send.sent
+        send.done = recv.done = True
+        return (send, recv)
+
+
+class _Shared:
+    """All that the ranks of one simulated world have in common."""
+
+    def __init__(self, size: int, schedule: Schedule, seed: int, faults: Sequence[Fault]) -> None:
+        self.baton = Baton(size, schedule, self._stuck, seed)
+        self.records: list[list[Record]] = [[] for _ in range(size)]
+        self._faults = {(fault.rank, fault.call): fault.error for fault in faults}
+        self._splits: list[tuple[int, str, list[tuple[int, ...]], list[_Group]]] = []
+        self._split_calls = [0] * size
+        self._open: list[dict[Post, None]] = [{} for _ in range(size)]
+        self._waiting: dict[int, Post] = {}
+        self._returned: set[int] = set()
+
+    def split(self, rank: int, number: int, name: str, partition: list[tuple[int, ...]]) -> list[_Group]:
+        """The groups of the `number`-th split, which must be the same on all ranks."""
+        self.baton.check()
+        everyone = list(range(len(self.records)))
+        if sorted(member for part in partition for member in part) != everyone:
+            raise ValueError(
+                f"a split must name each of the {len(everyone)} ranks once: name={name}, partition={partition}."
+            )
+        if number == len(self._splits):
+            self._splits.append((rank, name, partition, [_Group(name, part) for part in partition]))
+        first, its_name, its_partition, groups = self._splits[number]
+        if (its_name, its_partition) != (name, partition):
+            raise self.baton.fail(
+                CommunicationError(
+                    f"ranks must split the world alike, in the same order: split {number} is "
+                    f"{its_name} {its_partition} on rank {first}, but {name} {partition} on rank {rank}. "
+                    "Give the same partition on all ranks."
+                ),
+                rank,
+            )
+        self._split_calls[rank] += 1
+        return groups
+
+    def post(self, group: _Group, member: int, call: Call) -> Pending:
+        """Make a call on behalf of a rank."""
+        self.baton.check()
+        rank, source = group.ranks[member], caller()
+        fault = self._faults.get((rank, len(self.records[rank])))
+        if fault is not None:
+            raise self.baton.fail(fault, rank)
+        self.records[rank].append(Record.of(call, group.name, group.ranks, member, source))
+        post = Post(rank, member, group.name, group.ranks, call, source, copy_of_input(call))
+        self._open[rank][post] = None
+        try:
+            completed = group.add(post)
+        except CommunicationError as error:
+            raise self.baton.fail(error, rank) from None
+        for other in completed:
+            if self._waiting.get(other.rank) is other:
+                self.baton.wake(other.rank)
+        return _SimulatedPending(self, post)
+
+    def wait(self, post: Post) -> None:
+        """Block a rank until its call is complete."""
+        rank = post.rank
+        self._open[rank].pop(post)
+        if post.done:
+            self.baton.offer(rank)
+        else:
+            self._waiting[rank] = post
+            self.baton.block(rank)
+            assert post.done
+            del self._waiting[rank]
+        if not unchanged(post):
+            raise self.baton.fail(
+                CommunicationError(
+                    f"a buffer must not change while it is being sent: rank={rank}, group={post.where()}; "
+                    f"{post}, and the input was modified before wait(). Wait first, or send a copy."
+                ),
+                rank,
+            )
+
+    def check_finished(self, rank: int) -> None:
+        """A rank returns: it must have waited for everything that it started."""
+        for post in self._open[rank]:
+            raise CommunicationError(
+                f"a call that was started must be waited for: rank={rank}, group={post.where()}; "
+                f"{post}, but the rank returned before wait(). Call wait() on the pending result."
+            )
+        self._returned.add(rank)
+
+    def check_splits_complete(self) -> None:
+        """The run is over: every rank must have made every split."""
+        fewest = min(range(len(self._split_calls)), key=self._split_calls.__getitem__)
+        if self._split_calls[fewest] != len(self._splits):
+            raise CommunicationError(
+                f"every rank must make every split: rank {fewest} made {self._split_calls[fewest]} of "
+                f"{len(self._splits)}; it lacks {self._splits[self._split_calls[fewest]][1]}. "
+                "Build the groups on all ranks."
+            )
+
+    def _stuck(self) -> CommunicationError:
+        lines = [
+            f"  rank {rank} waits in {post.call.describe()} over {post.where()} at {post.source} "
+            f"for rank {', '.join(map(str, post.missing()))}"
+            for rank, post in sorted(self._waiting.items())
+        ]
+        lines += [f"  rank {rank} has returned" for rank in sorted(self._returned)]
+        return CommunicationError(
+            f"deadlock: {len(self._waiting)} of {len(self.records)} ranks wait and none can go on\n"
+            + "\n".join(lines)
+            + "\nMake the same calls in the same order on all ranks of each group."
+        )

@@ -1,0 +1,177 @@
+"""What one collective means: do the calls of the ranks fit together, and what does each rank receive?
+
+Real backends hang or return garbage where ranks disagree; here every disagreement is an error that names the
+ranks, the calls and the lines. Sums run in rank order in the tensor's own dtype, so results are
+bit-deterministic.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isozyme.core.errors import CommunicationError
+from isozyme.parallel.communicator import Call, ReduceOp
+from isozyme.parallel.trace import Source
+
+_REDUCE: dict[ReduceOp, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+
+
+@dataclass(eq=False)
+class Post:
+    """A call that a rank has made: what it sent, and, once its peers have called, what it receives."""
+
+    rank: int
+    """The global rank."""
+    member: int
+    """Its index in the group."""
+    group: str
+    ranks: tuple[int, ...]
+    """The name and the global ranks of the group."""
+    call: Call
+    source: Source
+    sent: Any
+    """A copy of the input at the time of the call; of an object, its pickle."""
+    received: Any = None
+    done: bool = False
+    together: dict[int, Post] = field(default_factory=dict)
+    """The calls of one collective made so far, by group rank."""
+
+    def where(self) -> str:
+        """The group, for messages."""
+        return f"{self.group} (ranks {', '.join(map(str, self.ranks))})"
+
+    def missing(self) -> list[int]:
+        """The global ranks whose call is awaited."""
+        if self.call.kind in ("send", "recv"):
+            assert self.call.peer is not None
+            return [self.ranks[self.call.peer]]
+        return [rank for member, rank in enumerate(self.ranks) if member not in self.together]
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} calls {self.call.describe()} at {self.source}"
+
+
+def copy_of_input(call: Call) -> Any:
+    """What a rank sends at the time of its call; later changes of the input do not reach the others."""
+    if call.kind == "object":
+        return pickle.dumps(call.payload)
+    return None if call.input is None else call.input.detach().clone()
+
+
+def unchanged(post: Post) -> bool:
+    """Whether the input still holds, bit for bit, what it held when the call was made."""
+    now = post.call.input
+    if now is None or now.is_meta:
+        return True
+    before: Tensor = post.sent
+    return torch.equal(_bits(now.detach()), _bits(before))
+
+
+def check_fit(first: Post, second: Post) -> None:
+    """Two ranks' calls belong to the same collective.
+
+    Raises:
+        CommunicationError: naming what differs, both ranks, both calls and both lines.
+    """
+    a, b = first.call, second.call
+    if a.kind != b.kind:
+        raise _disagreement(
+            "ranks of a group must make the same collectives in the same order", first, second
+        )
+    for rule, ours, theirs in _compared(a, b):
+        if ours != theirs:
+            raise _disagreement(f"ranks must agree on the {rule} of a collective", first, second)
+    if a.kind == "all_to_all":
+        _check_splits(first, second)
+        _check_splits(second, first)
+
+
+def check_message(send: Post, recv: Post) -> None:
+    """A send and the receive that it meets have the same shape and dtype."""
+    assert send.call.input is not None
+    assert recv.call.input is not None
+    for rule in ("shape", "dtype"):
+        if getattr(send.call.input, rule) != getattr(recv.call.input, rule):
+            raise _disagreement(f"a send and its receive must agree on the {rule}", send, recv)
+
+
+def complete(posts: Sequence[Post]) -> None:
+    """Give every rank of a collective (in group order) what it receives."""
+    call, sent = posts[0].call, [post.sent for post in posts]
+    received: Sequence[Any]
+    if call.kind == "all_reduce":
+        received = [_reduced(sent, call.op)] * len(posts)
+    elif call.kind == "all_gather":
+        received = [torch.cat(sent)] * len(posts)
+    elif call.kind == "reduce_scatter":
+        received = _reduced(sent, call.op).split(list(call.input_sizes or ()))
+    elif call.kind == "all_to_all":
+        parts = [post.sent.split(list(post.call.input_sizes or ())) for post in posts]
+        received = [torch.cat([part[member] for part in parts]) for member in range(len(posts))]
+    elif call.kind == "broadcast":
+        assert call.peer is not None
+        received = [sent[call.peer]] * len(posts)
+    elif call.kind == "object":
+        received = [[pickle.loads(value) for value in sent] for _ in posts]
+    else:
+        assert call.kind == "barrier"
+        received = [None] * len(posts)
+    for post, value in zip(posts, received, strict=True):
+        post.received, post.done = value, True
+
+
+def _compared(a: Call, b: Call) -> list[tuple[str, Any, Any]]:
+    compared: list[tuple[str, Any, Any]] = [("root (src)", a.peer, b.peer)]
+    if a.input is not None and b.input is not None:
+        rows = 1 if a.kind in ("all_gather", "all_to_all") else 0
+        compared += [
+            ("dtype", a.input.dtype, b.input.dtype),
+            ("number of dims", a.input.ndim, b.input.ndim),
+            ("shape" if rows == 0 else "shape beyond dim 0", a.input.shape[rows:], b.input.shape[rows:]),
+        ]
+    if a.kind in ("all_reduce", "reduce_scatter"):
+        compared.append(("operation", a.op, b.op))
+    if a.kind in ("all_gather", "reduce_scatter"):
+        compared += [("sizes", a.input_sizes, b.input_sizes), ("sizes", a.output_sizes, b.output_sizes)]
+    return compared
+
+
+def _check_splits(sender: Post, receiver: Post) -> None:
+    assert sender.call.input_sizes is not None
+    assert receiver.call.output_sizes is not None
+    sent = sender.call.input_sizes[receiver.member]
+    expected = receiver.call.output_sizes[sender.member]
+    if sent != expected:
+        raise _disagreement(
+            f"rows sent must be rows expected: rank {sender.rank} sends {sent} to rank {receiver.rank} "
+            f"(input_splits[{receiver.member}]), which expects {expected} (output_splits[{sender.member}])",
+            sender,
+            receiver,
+        )
+
+
+def _disagreement(rule: str, first: Post, second: Post) -> CommunicationError:
+    return CommunicationError(
+        f"{rule}: group={first.where()}\n  {first}\n  {second}\nMake the two calls fit."
+    )
+
+
+def _reduced(tensors: Sequence[Tensor], op: ReduceOp) -> Tensor:
+    total: Tensor = tensors[0]
+    for tensor in tensors[1:]:
+        total = _REDUCE[op](total, tensor)
+    return total
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
