@@ -1,0 +1,157 @@
+"""The command `isozyme`: its subcommands, and how errors leave it (exit codes in `isozyme.launch.failures`).
+
+    isozyme train RECIPE [key=value ...]     train; starts the ranks itself unless a launcher did
+    isozyme eval WEIGHTS FASTA [key=value …] bits per base of a trained model on a genome
+    isozyme config RECIPE [key=value ...]    print the composed configuration
+    isozyme topology "dp=2 ep=2"             print which rank has which coordinates
+    isozyme verify ...                       hold a layout to one rank, value by value
+
+Subcommands import what they need when they run, so that `--help` and a configuration error come at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+from isozyme import __version__
+from isozyme.core.errors import ConfigError, IsozymeError, did_you_mean
+from isozyme.core.topology import Layout, Topology
+
+Command = Callable[[argparse.Namespace], int]
+
+_OVERRIDES = "dotted.key=value, the value in YAML (model.moe.router.topk=1); later ones win"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand.
+
+    Args:
+        argv: the arguments after the program's name; those of this process by default.
+
+    Returns:
+        The exit code. An error is printed as one readable block on stderr, without a traceback if isozyme
+        raised it on purpose (ISOZYME_TRACEBACK=1 shows it all the same).
+    """
+    arguments = parser().parse_args(argv)
+    command: Command = arguments.run
+    try:
+        return command(arguments)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (IsozymeError, KeyboardInterrupt) as error:
+        return _report(error)
+    except Exception as error:
+        return _report(error)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The argument parser with every subcommand."""
+    top = argparse.ArgumentParser(
+        prog="isozyme", description="Mixture-of-experts models of biological sequences, at every layout."
+    )
+    top.add_argument("--version", action="version", version=f"isozyme {__version__}")
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    train = commands.add_parser("train", help="train a recipe; starts the ranks itself unless a launcher did")
+    train.add_argument("recipe", metavar="RECIPE", help="name of a recipe, or path of a YAML file")
+    train.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES)
+    train.set_defaults(run=_train)
+    evaluate = commands.add_parser(
+        "eval", help="bits per base of trained weights on a genome, each base once"
+    )
+    evaluate.add_argument("weights", metavar="WEIGHTS", help="weights.safetensors of a run")
+    evaluate.add_argument("fasta", metavar="FASTA", help="genome to score, plain or gzip")
+    evaluate.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES)
+    evaluate.set_defaults(run=_evaluate)
+    config = commands.add_parser("config", help="print the composed configuration of a recipe")
+    config.add_argument("recipe", metavar="RECIPE")
+    config.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES)
+    config.set_defaults(run=_config)
+    topology = commands.add_parser("topology", help="print the coordinates of every rank of a layout")
+    topology.add_argument("layout", nargs="+", metavar="axis=size", help='for instance "dp=4 ep=2"')
+    topology.add_argument("--limit", type=int, default=64, help="print at most this many ranks (default 64)")
+    topology.set_defaults(run=_topology)
+    verify = commands.add_parser("verify", add_help=False, help="hold a layout to one rank, value by value")
+    verify.add_argument("rest", nargs=argparse.REMAINDER)
+    verify.set_defaults(run=_verify)
+    return top
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from isozyme.launch.start import train
+
+    return train(arguments.recipe, arguments.overrides, os.environ)
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    from isozyme.launch.evaluate import evaluate_file
+
+    for line in evaluate_file(arguments.weights, arguments.fasta, arguments.overrides):
+        print(line)
+    return 0
+
+
+def _config(arguments: argparse.Namespace) -> int:
+    from isozyme.launch.compose import compose, to_yaml
+
+    print(to_yaml(compose(arguments.recipe, arguments.overrides)), end="")
+    return 0
+
+
+def _topology(arguments: argparse.Namespace) -> int:
+    topology = Topology(parse_layout(" ".join(arguments.layout)))
+    print(f"{topology.world_size} ranks: {topology.layout}")
+    print(topology.table(arguments.limit))
+    return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from isozyme.launch.verify import main as verify
+
+    return verify(arguments.rest)
+
+
+def parse_layout(text: str) -> Layout:
+    """A layout as written on the command line.
+
+    Raises:
+        ConfigError: if an axis is unknown or a size is no whole number.
+
+    >>> parse_layout("dp=4 ep=2").ep
+    2
+    """
+    sizes: dict[str, int | str] = {}
+    known = ("tp", "cp", "dp", "pp", "ep", "etp", "order")
+    for part in text.replace(",", " ").split():
+        axis, _, size = part.partition("=")
+        if axis not in known:
+            raise ConfigError(f"unknown axis: {part}. {did_you_mean(axis, known)} For instance dp=2 ep=2.")
+        if axis != "order" and not size.isdigit():
+            raise ConfigError(f"a parallel size must be a whole number: {part}. For instance {axis}=2.")
+        sizes[axis] = size if axis == "order" else int(size)
+    return Layout(**sizes)  # type: ignore[arg-type]
+
+
+def _report(error: BaseException) -> int:
+    """Print the error, leave it where a launcher looks for it, and give the exit code."""
+    from isozyme.launch import failures
+    from isozyme.launch.environment import ERROR_FOLDER
+
+    env: Mapping[str, str] = os.environ
+    rank = int(env["RANK"]) if env.get("RANK", "").isdigit() else 0
+    if isinstance(error, KeyboardInterrupt):
+        return failures.exit_code(error)
+    failure = failures.failure_of(error, rank, env)
+    if "RANK" in env:
+        failures.record(failure, error, env)
+    if ERROR_FOLDER not in env:
+        world = int(env["WORLD_SIZE"]) if env.get("WORLD_SIZE", "").isdigit() else 1
+        print(failures.block(failure, world), file=sys.stderr, flush=True)
+    return failure.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,243 @@
+"""What a run needs and this machine lacks, said in full before anything starts.
+
+`Machine` is what there is; `check` compares it with a configuration and lists every unmet requirement at
+once. Tests describe machines that they do not have.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+
+from isozyme.core import accelerators, transformer_engine
+from isozyme.core.config import RunConfig
+from isozyme.core.errors import BackendError, ConfigError, Rules
+from isozyme.launch.environment import RankEnvironment
+from isozyme.models.decoder import unsupported_layout
+
+PARAMETER_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+)
+"""Precisions that are a dtype of parameters and activations; any other keeps bf16 around its GEMMs."""
+
+PRECISIONS_OF_EXPERTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "loop": ("fp64", "fp32", "bf16"),
+        "grouped_mm": ("fp32", "bf16"),
+    }
+)
+"""The expert backends that can be chosen today, and the precisions that each computes in."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What this host offers to a run."""
+
+    cuda_devices: int
+    no_cuda: str
+    """Why there is no CUDA device, if there is none."""
+    capability: Callable[[], tuple[int, int]]
+    """Compute capability of the first CUDA device, such as (9, 0) for Hopper; asked only if there is one."""
+    no_transformer_engine: Callable[[], str | None]
+    """Why Transformer Engine cannot be used, None if it can; asked only if needed, as it takes seconds."""
+    no_fused_adam: Mapping[str, Callable[[], str | None]]
+    """Optimiser implementation → why it cannot be used here, None if it can."""
+
+    @staticmethod
+    def here() -> Machine:
+        """This host. Counting devices and asking nothing more leaves them untouched."""
+        return Machine(
+            cuda_devices=torch.cuda.device_count() if torch.cuda.is_available() else 0,
+            no_cuda="torch finds no CUDA device"
+            if torch.version.cuda
+            else "this torch is built without CUDA",
+            capability=torch.cuda.get_device_capability,
+            no_transformer_engine=transformer_engine.why_not,
+            no_fused_adam={
+                "te": lambda: accelerators.te_fused_adam().why_not,
+                "apex": lambda: accelerators.apex_fused_adam().why_not,
+            },
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What a check settled: the device type and dtypes, and why, for the log."""
+
+    device: str
+    why_device: str
+    dtype: torch.dtype
+    """Of parameters and activations."""
+
+
+def check(
+    config: RunConfig, machine: Machine, *, world_size: int | None = None, local_world_size: int | None = None
+) -> Choice:
+    """Compare what the run needs with what there is.
+
+    Args:
+        config: a composed configuration.
+        machine: what this host offers.
+        world_size: the number of ranks, if a launcher has started them; else the layout decides.
+        local_world_size: ranks on this host; all of them if None.
+
+    Returns:
+        The device and dtype to use.
+
+    Raises:
+        ConfigError: if the configuration itself is broken (then also everything that the machine lacks).
+        BackendError: if the machine lacks something, all of it listed.
+    """
+    broken = Rules(config.name)
+    broken.extend(config.problems(world_size))
+    broken.extend(unsupported_layout(config.layout))
+    lacking = Rules(config.name)
+    ranks = local_world_size or world_size or _ranks(config)
+    device, why = choose_device(config, machine, ranks)
+    if config.device == "cuda":
+        lacking.check(
+            machine.cuda_devices >= ranks,
+            f"every rank needs a CUDA device of its own: device=cuda, {ranks} ranks on this host, "
+            f"{machine.cuda_devices} devices"
+            + (f" ({machine.no_cuda})" if not machine.cuda_devices else "")
+            + ". Use device=cpu, or a layout of fewer ranks.",
+        )
+    lacking.extend(_precision_problems(config, machine, device))
+    lacking.extend(_experts_problems(config, machine, device))
+    lacking.extend(_optimiser_problems(config, machine, device))
+    if broken.broken:
+        broken.extend(lacking.broken)
+        broken.raise_if_broken()
+    if lacking.broken:
+        count = len(lacking.broken)
+        head = f"{config.name}: this machine lacks {count} thing{'s' if count > 1 else ''} that the run needs"
+        raise BackendError("\n  - ".join([head, *lacking.broken]))
+    return Choice(device=device, why_device=why, dtype=PARAMETER_DTYPES.get(config.precision, torch.bfloat16))
+
+
+def check_world(config: RunConfig, place: RankEnvironment, machine: Machine) -> Choice:
+    """`check` in a process that a launcher has made a rank."""
+    return check(
+        config, machine, world_size=place.world_size, local_world_size=place.local_world_size
+    )  # fmt: skip
+
+
+def choose_device(config: RunConfig, machine: Machine, ranks: int) -> tuple[str, str]:
+    """The device type (`cpu` or `cuda`) and the reason."""
+    if config.device != "auto":
+        return config.device, "as configured"
+    if machine.cuda_devices >= ranks:
+        return "cuda", f"auto: {machine.cuda_devices} CUDA devices for {ranks} ranks on this host"
+    if machine.cuda_devices == 0:
+        return "cpu", f"auto: {machine.no_cuda}"
+    return "cpu", f"auto: {machine.cuda_devices} CUDA devices are too few for {ranks} ranks on this host"
+
+
+def output_folder(config: RunConfig) -> Path:
+    """The run's folder, made if needed and proven writable.
+
+    Raises:
+        ConfigError: if it cannot be made or written.
+    """
+    folder = Path(config.out) if config.out is not None else Path("runs") / config.name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".writable-"):
+            pass
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(
+            f"the output folder must be writable: out={folder} ({folder.absolute()}): {reason}"
+            f" (user id {os.getuid()}). Set out=PATH."
+        ) from error
+    return folder
+
+
+def _ranks(config: RunConfig) -> int:
+    whole = config.layout.resolved()
+    return whole.tp * whole.cp * (whole.dp or 1) * whole.pp
+
+
+def _precision_problems(config: RunConfig, machine: Machine, device: str) -> list[str]:
+    """Why the device cannot compute in the configured precision."""
+    precision = config.precision
+    if precision in (*PARAMETER_DTYPES, "mxfp8_emulated"):
+        return []
+    if device == "cpu":
+        return [
+            f"no CPU computes in {precision}: precision={precision}, device=cpu"
+            + (f" ({machine.no_cuda})" if not machine.cuda_devices else "")
+            + ". Use precision=bf16 or fp32."
+        ]
+    if not machine.cuda_devices:
+        return []  # said already
+    at = machine.capability()
+    needed, fits = {
+        "mxfp8": ("SM100 or newer, and not SM12x", at >= (10, 0) and at[0] != 12),
+        "fp8_block": ("SM90 or newer", at >= (9, 0)),
+    }.get(precision, ("SM89 or newer", at >= (8, 9)))
+    problems = []
+    if not fits:
+        problems.append(
+            f"{precision} needs a GPU of {needed}: precision={precision}, this one is SM{at[0]}{at[1]}. "
+            "Use precision=bf16" + (" or fp8_current." if precision == "mxfp8" and at >= (8, 9) else ".")
+        )
+    reason = machine.no_transformer_engine()
+    if reason is not None:
+        problems.append(
+            f"{precision} needs Transformer Engine: precision={precision}; {reason}. "
+            "Use precision=bf16, or install isozyme[te]."
+        )
+    return problems
+
+
+def _experts_problems(config: RunConfig, machine: Machine, device: str) -> list[str]:
+    """Why the named expert backend cannot run, or no backend computes in the precision."""
+    experts, precision = config.model.moe.experts, config.precision
+    if experts in ("te", "te_fused"):
+        reason = machine.no_cuda if not machine.cuda_devices else machine.no_transformer_engine()
+        if reason is None and device == "cpu":
+            reason = "the run is on the CPU"
+        if reason is not None:
+            return [
+                f"the expert backend {experts} needs Transformer Engine on a CUDA device: "
+                f"model.moe.experts={experts}, device={device}; {reason}. Use auto, grouped_mm or loop."
+            ]
+    able = [name for name, precisions in PRECISIONS_OF_EXPERTS.items() if precision in precisions]
+    legal = ", ".join(sorted({p for ps in PRECISIONS_OF_EXPERTS.values() for p in ps}))
+    if experts == "auto":
+        if able:
+            return []
+        return [f"no expert backend computes in {precision} yet: precision={precision}. Choose from {legal}."]
+    if experts not in PRECISIONS_OF_EXPERTS:
+        return [
+            f"the expert backend {experts} is not available yet: model.moe.experts={experts}. "
+            f"Choose from auto, {', '.join(PRECISIONS_OF_EXPERTS)}."
+        ]
+    if experts not in able:
+        can = ", ".join(PRECISIONS_OF_EXPERTS[experts])
+        return [
+            f"the expert backend {experts} does not compute in {precision}: model.moe.experts={experts}, "
+            f"precision={precision}; it computes in {can}. Choose one of these"
+            + (f", or model.moe.experts={' or '.join(able)}." if able else ".")
+        ]
+    return []
+
+
+def _optimiser_problems(config: RunConfig, machine: Machine, device: str) -> list[str]:
+    """Why the named optimiser implementation cannot run."""
+    name = config.optim.implementation
+    if name in ("auto", "torch"):
+        return []
+    reason = f"it needs CUDA, and device={device}" if device == "cpu" else machine.no_fused_adam[name]()
+    if reason is None:
+        return []
+    return [
+        f"the optimiser {name} cannot run here: optim.implementation={name}; {reason}. Use auto or torch."
+    ]

@@ -1,0 +1,51 @@
+"""Stopping on request: a signal is remembered, and all ranks agree at the next step boundary."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import torch
+
+from isozyme.parallel.communicator import Communicator
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+"""What asks a rank to finish its step, save a checkpoint and exit with 0."""
+
+
+class StopRequest:
+    """Whether any rank was asked to stop.
+
+    Args:
+        world: all ranks.
+        device: one that the communicator can send from.
+    """
+
+    def __init__(self, world: Communicator, device: torch.device) -> None:
+        self._world = world
+        self._device = device
+        self.received: int | None = None
+        """The signal that this rank received."""
+
+    def __call__(self, number: int, _frame: FrameType | None) -> None:
+        """The signal handler: remember, and go on."""
+        self.received = number
+
+    def agreed(self) -> int | None:
+        """The signal that some rank has received, or None; the same on all ranks, which call it together."""
+        mine = torch.tensor([self.received or 0], dtype=torch.int64, device=self._device)
+        return int(self._world.all_reduce(mine, op="max")) or None
+
+
+@contextmanager
+def stop_on_signals(world: Communicator, device: torch.device) -> Iterator[StopRequest]:
+    """Remember SIGTERM and SIGUSR1 while the context lasts (main thread only, as Python requires)."""
+    request = StopRequest(world, device)
+    before = {number: signal.signal(number, request) for number in SIGNALS}
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
