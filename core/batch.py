@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
@@ -26,6 +27,9 @@ class Batch:
     """Index within the document, for rotary embeddings; starts again at each packed boundary."""
     documents: Int[Tensor, "B S"]
     """Number of the packed document within its window; tokens attend within one document only."""
+    packed: bool = True
+    """Whether a window may hold several documents, as the data knows without asking the device. False, which
+    promises that `documents` is constant within each window, lets attention use its faster causal kernels."""
 
     @property
     def num_windows(self) -> int:
@@ -39,7 +43,13 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""
-        return Batch(**{f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)})
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: dict[str, Any] = {
+            name: value.to(device, non_blocking=True)
+            for name, value in values.items()
+            if isinstance(value, Tensor)
+        }
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,102 @@
+"""Causal self-attention with grouped key/value heads, inside the documents of a window.
+
+What all layers share (rotation and mask) is made once a micro-batch, as a `Context`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from einops import rearrange, repeat
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from isozyme.core.batch import Batch
+from isozyme.core.config import ModelConfig
+from isozyme.models.builder import Builder
+from isozyme.models.linear import Linear
+from isozyme.models.rotary import Rotation, rotate, rotation_at
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """What attention needs to know about a micro-batch, the same for every layer."""
+
+    rotation: Rotation
+    mask: Bool[Tensor, "B S S"] | None
+    """True where a query (dim 1) sees a key (dim 2); None for plain causal attention."""
+
+    @staticmethod
+    def of(batch: Batch, config: ModelConfig, dtype: torch.dtype) -> Context:
+        """The context of one micro-batch. Reads no value from the device."""
+        return Context(
+            rotation=rotation_at(batch.positions, config.head_width, config.rope_theta, dtype),
+            mask=document_mask(batch.documents) if batch.packed else None,
+        )
+
+
+def document_mask(documents: Int[Tensor, "B S"]) -> Bool[Tensor, "B S S"]:
+    """True where query s may see key t: t <= s and both in the same document of the window."""
+    length = documents.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
+    return causal & (documents[:, :, None] == documents[:, None, :])
+
+
+def attend(
+    q: Float[Tensor, "B S N D"],
+    k: Float[Tensor, "B S M D"],
+    v: Float[Tensor, "B S M D"],
+    mask: Bool[Tensor, "B S S"] | None,
+) -> Float[Tensor, "B S N D"]:
+    """Softmax attention with scale 1/sqrt(D); query head n reads key/value head n // (N / M).
+
+    Padding stands at the end of a window, so that causality alone keeps it from real tokens.
+
+    Args:
+        q: queries of N heads.
+        k: keys of M heads, M divides N (Ainslie et al. 2023, arXiv:2305.13245).
+        v: values of M heads.
+        mask: which keys a query sees; None for causal, which has the faster kernels.
+    """
+    group = q.shape[2] // k.shape[2]
+    q, k, v = (rearrange(x, "b s n d -> b n s d") for x in (q, k, v))
+    if mask is None:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=group > 1)
+    else:
+        # torch's memory-efficient kernel takes a mask but no grouped heads; else S x S scores of every head
+        # would be written out.
+        k, v = (repeat(x, "b m s d -> b (m group) s d", group=group) for x in (k, v))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])
+    return rearrange(out, "b n s d -> b s n d")
+
+
+class Attention(nn.Module):
+    """Projections, rotation, attention and output projection of one layer.
+
+    Args:
+        builder: makes the parameters.
+        name: global name of the module, such as `layers.3.attention`.
+        config: sizes and standard deviations.
+        output_std: standard deviation of the output projection.
+    """
+
+    def __init__(self, builder: Builder, name: str, config: ModelConfig, *, output_std: float) -> None:
+        super().__init__()
+        self.head_width = config.head_width
+        hidden, std = config.hidden, config.init_std
+        query, key = config.num_heads * self.head_width, config.num_kv_heads * self.head_width
+        self.q = Linear(builder, f"{name}.q", hidden, query, std=std, split="rows")
+        self.k = Linear(builder, f"{name}.k", hidden, key, std=std, split="rows")
+        self.v = Linear(builder, f"{name}.v", hidden, key, std=std, split="rows")
+        self.output = Linear(builder, f"{name}.output", query, hidden, std=output_std, split="columns")
+
+    def forward(self, x: Float[Tensor, "B S H"], context: Context) -> Float[Tensor, "B S H"]:
+        """Mix each token with the earlier tokens of its document."""
+        q, k, v = (
+            rearrange(project(x), "b s (n d) -> b s n d", d=self.head_width)
+            for project in (self.q, self.k, self.v)
+        )
+        mixed = attend(rotate(q, context.rotation), rotate(k, context.rotation), v, context.mask)
+        return self.output(rearrange(mixed, "b s n d -> b s (n d)"))

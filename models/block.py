@@ -1,0 +1,76 @@
+"""One layer of the decoder: attention, then a dense network or experts, each added to its input."""
+
+from __future__ import annotations
+
+import math
+
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from isozyme.core.config import ModelConfig
+from isozyme.models.attention import Attention, Context
+from isozyme.models.builder import Builder
+from isozyme.models.mlp import MLP
+from isozyme.models.norm import RMSNorm
+from isozyme.moe.layer import MoELayer
+from isozyme.moe.types import MoEOutput, Routing
+
+
+class Block(nn.Module):
+    """A pre-norm layer: `x + attention(norm(x))`, then `x + network(norm(x))`.
+
+    Output projections start smaller by `1/sqrt(2 * num_layers)`, so that the sum of all branches keeps the
+    variance of one (Radford et al. 2019, GPT-2).
+
+    Args:
+        builder: makes the parameters.
+        index: global index of the layer, whichever chunk holds it.
+        config: sizes; `config.layer_kinds()[index]` decides between `mlp` and `moe`.
+    """
+
+    def __init__(self, builder: Builder, index: int, config: ModelConfig) -> None:
+        super().__init__()
+        name, hidden, std = f"layers.{index}", config.hidden, config.init_std
+        output_std = std / math.sqrt(2 * config.num_layers)
+        self.attention_norm = RMSNorm(builder, f"{name}.attention_norm", hidden, eps=config.norm_eps)
+        self.attention = Attention(builder, f"{name}.attention", config, output_std=output_std)
+        self.mlp_norm = RMSNorm(builder, f"{name}.mlp_norm", hidden, eps=config.norm_eps)
+        self.mlp: MLP | None = None
+        self.moe: MoELayer | None = None
+        if config.layer_kinds()[index] == "D":
+            self.mlp = MLP(builder, f"{name}.mlp", hidden, config.ffn, std=std, output_std=output_std)
+        else:
+            self.moe = MoELayer(
+                config.moe,
+                name=f"{name}.moe",
+                hidden=hidden,
+                groups=builder.groups,
+                seed=builder.seed,
+                init_std=std,
+                output_std=output_std,
+                device=builder.device,
+                dtype=builder.dtype,
+            )
+
+    def forward(
+        self,
+        x: Float[Tensor, "B S H"],
+        context: Context,
+        token_valid: Bool[Tensor, "B S"],
+        routing_override: Routing | None = None,
+    ) -> tuple[Float[Tensor, "B S H"], MoEOutput | None]:
+        """The new hidden states, and what the experts' layer reports (None from a dense layer).
+
+        Args:
+            x: hidden states.
+            context: rotation and mask of the micro-batch.
+            token_valid: which tokens are not padding, and so are routed.
+            routing_override: expert choices to replay, for a mixture-of-experts layer.
+        """
+        x = x + self.attention(self.attention_norm(x), context)
+        normed = self.mlp_norm(x)
+        if self.moe is None:
+            assert self.mlp is not None
+            return x + self.mlp(normed), None
+        output: MoEOutput = self.moe(normed, token_valid, routing_override)
+        return x + output.tokens.view_as(x), output

@@ -1,0 +1,76 @@
+"""How the modules of a model make their parameters: the context they share, and the specs of dense weights.
+
+A module says a weight's global name, shape and distribution; ownership, the local slice and its initial value
+follow from these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from isozyme.core.initialisation import Init
+from isozyme.parallel.parameters import create_parameter
+from isozyme.parallel.process_groups import ProcessGroups
+from isozyme.parallel.shard_spec import EMBEDDING, Replica, ShardSpec, dense_spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Builder:
+    """What every module of one model needs to make its parameters on this rank."""
+
+    groups: ProcessGroups
+    seed: int
+    device: torch.device
+    dtype: torch.dtype
+
+    def parameter(self, spec: ShardSpec) -> nn.Parameter:
+        """This rank's shard of the tensor that `spec` describes, initialised by its global name."""
+        return create_parameter(spec, self.groups, seed=self.seed, device=self.device, dtype=self.dtype)
+
+    def split_weight(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        std: float,
+        *,
+        dim: int,
+        decay: bool = True,
+        on_both_ends: bool = False,
+    ) -> nn.Parameter:
+        """A Gaussian weight whose `dim` is cut over the tensor-parallel ranks.
+
+        Args:
+            name: global canonical name.
+            shape: shape of the whole tensor.
+            std: standard deviation of the initial values.
+            dim: the output dim of a column-parallel weight, the input dim of a row-parallel one; its indices
+                are seeded one by one, so that a shard costs only its share to initialise.
+            decay: whether weight decay applies.
+            on_both_ends: whether the first and the last pipeline stage hold a copy each, whose gradients are
+                parts of the sum: a tied embedding.
+        """
+        replicas: dict[str, Replica] = {"cp": "partial", "dp": "partial"}
+        if on_both_ends:
+            replicas[EMBEDDING] = "partial"
+        return self.parameter(
+            ShardSpec(
+                name=name,
+                global_shape=shape,
+                split=((dim, "tp"),),
+                init_dim=dim,
+                replicas=replicas,
+                init=Init.normal(std),
+                decay=decay,
+            )
+        )
+
+    def norm_weight(self, name: str, width: int) -> nn.Parameter:
+        """The gain of a norm: ones, whole on every rank, without weight decay.
+
+        Decay would pull a gain towards zero, which scales the layer down without regularising it; leaving
+        norms (and biases) out is the custom since GPT-3 (Brown et al. 2020) and BERT.
+        """
+        return self.parameter(dense_spec(name, (width,), Init.constant(1.0), decay=False))

@@ -1,0 +1,175 @@
+"""The decoder: embedding, layers, final norm and head, or the part of them that one pipeline chunk holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from isozyme.core.batch import Batch
+from isozyme.core.config import ModelConfig, RunConfig
+from isozyme.core.errors import ConfigError, Rules
+from isozyme.core.topology import Layout
+from isozyme.models.attention import Context
+from isozyme.models.block import Block
+from isozyme.models.builder import Builder
+from isozyme.models.embedding import Embedding, Head
+from isozyme.models.loss import cross_entropy_sum
+from isozyme.models.norm import RMSNorm
+from isozyme.models.types import Chunk, ModelOutput
+from isozyme.moe.types import MoEOutput, Routing
+from isozyme.parallel.process_groups import ProcessGroups
+
+
+def unsupported_layout(layout: Layout) -> list[str]:
+    """Why this model cannot run at `layout` yet, one message an axis; empty if it can."""
+    return [
+        f"not available yet: layout.{axis}={size} for isozyme.models.decoder. Use layout.{axis}=1; "
+        "dp and ep are unrestricted."
+        for axis, size in (("tp", layout.tp), ("cp", layout.cp), ("pp", layout.pp), ("etp", layout.etp))
+        if size > 1
+    ]
+
+
+def build_model(
+    config: RunConfig, groups: ProcessGroups, chunk: Chunk, device: torch.device, dtype: torch.dtype
+) -> Decoder:
+    """One chunk of the decoder on this rank: the `ModelFactory` of this package.
+
+    A weight's initial value depends on `config.seed` and its global name alone, so a chunk holds the same
+    values as that part of the whole model, at every layout.
+
+    Args:
+        config: the run; its `model` and `seed` are used.
+        groups: this rank's communicators.
+        chunk: the layers to build, and whether with embedding and head.
+        device: where the parameters live.
+        dtype: of the parameters (buffers may ask for more).
+
+    Raises:
+        ConfigError: if the model's configuration is broken, the layout is not available, or the chunk names
+            layers that the model lacks.
+    """
+    model, rules = config.model, Rules(config.name)
+    rules.extend(unsupported_layout(groups.topology.layout))
+    rules.extend(model.problems())
+    depth, wanted = model.num_layers, chunk.layers
+    rules.check(
+        all(0 <= index < depth for index in (*wanted[:1], *wanted[-1:])),
+        f"a chunk's layers must exist: chunk.layers={wanted}, model.num_layers={depth}. "
+        f"Choose them from 0 to {depth - 1}.",
+    )
+    rules.raise_if_broken()
+    builder = Builder(groups=groups, seed=config.seed, device=device, dtype=dtype)
+    return Decoder(builder, model, chunk)
+
+
+class Decoder(nn.Module):
+    """A chunk of a decoder-only transformer; see `isozyme.models.types.Model` for how it is called.
+
+    Args:
+        builder: makes the parameters.
+        config: the model.
+        chunk: the part to hold.
+    """
+
+    def __init__(self, builder: Builder, config: ModelConfig, chunk: Chunk) -> None:
+        super().__init__()
+        self.config = config
+        self.chunk = chunk
+        self.dtype = builder.dtype
+        self.embedding = Embedding(builder, config) if chunk.has_embedding else None
+        self.layers = nn.ModuleDict({str(index): Block(builder, index, config) for index in chunk.layers})
+        self.final_norm: RMSNorm | None = None
+        self.head: Head | None = None
+        if chunk.has_head:
+            self.final_norm = RMSNorm(builder, "final_norm", config.hidden, eps=config.norm_eps)
+            self.head = Head(builder, config, self.embedding)
+
+    def forward(
+        self,
+        batch: Batch,
+        hidden: Float[Tensor, "B S H"] | None = None,
+        routing_override: Sequence[Routing] | None = None,
+    ) -> ModelOutput:
+        """Run one micro-batch through the chunk.
+
+        Args:
+            batch: this rank's windows.
+            hidden: the previous chunk's output; None on the chunk with the embedding.
+            routing_override: expert choices to replay, one for each mixture-of-experts layer of the chunk.
+
+        Returns:
+            `loss_sum` from a chunk with the head, else `hidden`; and each expert layer's stats and routing.
+
+        Raises:
+            ConfigError: if `hidden` is missing or superfluous, or the overrides do not match the layers.
+        """
+        hidden, outputs = self._run_layers(batch, hidden, routing_override)
+        loss_sum = None
+        if self.head is not None:
+            loss_sum = cross_entropy_sum(
+                hidden.flatten(0, 1),
+                self.head.weight,
+                batch.labels.flatten(),
+                batch.label_valid.flatten(),
+            )
+        return ModelOutput(
+            hidden=hidden if self.head is None else None,
+            loss_sum=loss_sum,
+            stats=tuple(output.stats for output in outputs),
+            routings=tuple(output.routing for output in outputs),
+        )
+
+    def logits(self, batch: Batch, hidden: Float[Tensor, "B S H"] | None = None) -> Float[Tensor, "B S V"]:
+        """The scores of every token id at each position, in the model's dtype; labels are not looked at.
+
+        Raises:
+            ConfigError: if the chunk has no head.
+        """
+        if self.head is None:
+            raise ConfigError(
+                f"logits need the head: chunk.has_head=False, chunk.layers={self.chunk.layers}. "
+                "Ask the last chunk."
+            )
+        return self.head(self._run_layers(batch, hidden, None)[0])
+
+    def _run_layers(
+        self, batch: Batch, hidden: Tensor | None, routing_override: Sequence[Routing] | None
+    ) -> tuple[Tensor, list[MoEOutput]]:
+        """Embedding, layers and final norm, as far as the chunk has them."""
+        x = self._input(batch, hidden)
+        context = Context.of(batch, self.config, self.dtype)
+        overrides = self._overrides(routing_override)
+        outputs: list[MoEOutput] = []
+        for block in self.layers.values():
+            override = next(overrides) if block.moe is not None else None
+            x, output = block(x, context, batch.token_valid, override)
+            if output is not None:
+                outputs.append(output)
+        return x if self.final_norm is None else self.final_norm(x), outputs
+
+    def _input(self, batch: Batch, hidden: Tensor | None) -> Tensor:
+        if self.embedding is not None and hidden is None:
+            return self.embedding(batch.tokens)
+        if self.embedding is None and hidden is not None:
+            return hidden
+        raise ConfigError(
+            f"hidden comes from the previous chunk: chunk.has_embedding={self.embedding is not None}, "
+            f"hidden is {'missing' if hidden is None else 'given'}. "
+            "Give it to every chunk but the one with the embedding."
+        )
+
+    def _overrides(self, given: Sequence[Routing] | None) -> Iterator[Routing | None]:
+        count = sum(block.moe is not None for block in self.layers.values())
+        if given is None:
+            return iter([None] * count)
+        if len(given) != count:
+            raise ConfigError(
+                "one routing for each mixture-of-experts layer of the chunk: "
+                f"len(routing_override)={len(given)}, but layers {list(self.chunk.layers)} hold {count}. "
+                f"Give {count}, or None."
+            )
+        return iter(given)
