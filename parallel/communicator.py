@@ -285,7 +285,8 @@ class Communicator(ABC):
     ) -> list[Tensor]:
         """Send and receive several tensors at once, without an order among them that could deadlock.
 
-        Two neighbours that send to each other must exchange: two plain sends would wait for each other.
+        Two neighbours that send to each other must exchange: two plain sends would wait for each other. Under
+        NCCL, all ranks of the group must have made a collective before the first exchange (a barrier, say).
 
         Args:
             sends: tensors and the group ranks that they go to.

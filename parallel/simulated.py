@@ -1,14 +1,14 @@
-"""Simulated worlds: N ranks as threads of one process, in which a run replays exactly and faults are found.
+"""Simulated worlds: N ranks as threads of one process, in which a run replays exactly and faults show.
 
-`simulate(4, fn)` calls `fn(world)` on four ranks. One rank runs at a time; the baton changes hands only inside
-communicator calls, to a rank chosen by a seeded generator. So a run depends on its arguments alone, a deadlock
-is seen at once without a time-out, and ranks that disagree about a collective get an error that names both.
+`simulate(4, fn)` calls `fn(world)` on four ranks. One rank runs at a time; the baton changes hands only
+inside communicator calls, to a rank chosen by a seeded generator. So a run depends on its arguments alone, a
+deadlock is seen at once without a time-out, and ranks that disagree about a call get an error naming both.
 
 Simulated: the meaning of every communicator call, sends that wait for their receive, per-rank random streams
-and default dtype, the caller's grad mode, autocast and default device. Not simulated: time and bandwidth; the
-stream order of CUDA (a collective waited for late is late only here); errors of a network; state that is
-process-wide elsewhere (environment, deterministic-algorithm flags, torch function modes of the caller). A rank
-that holds a lock of its own across a communicator call can hang the run. Sums run in rank order; other
+and default dtype, the caller's grad mode, autocast and default device. Not simulated: time and bandwidth;
+the stream order of CUDA and of NCCL (a call takes part as soon as it is started); errors of a network; state
+that is process-wide elsewhere (environment, deterministic-algorithm flags, torch modes of the caller). A
+rank that holds a lock of its own across a communicator call can hang the run. Sums run in rank order; other
 backends may round differently.
 """
 
@@ -244,7 +244,8 @@ class _Shared:
         everyone = list(range(len(self.records)))
         if sorted(member for part in partition for member in part) != everyone:
             raise ValueError(
-                f"a split must name each of the {len(everyone)} ranks once: name={name}, partition={partition}."
+                f"a split must name each of the {len(everyone)} ranks once: "
+                f"name={name}, partition={partition}."
             )
         if number == len(self._splits):
             self._splits.append((rank, name, partition, [_Group(name, part) for part in partition]))
@@ -289,7 +290,6 @@ class _Shared:
         else:
             self._waiting[rank] = post
             self.baton.block(rank)
-            assert post.done
             del self._waiting[rank]
         if not unchanged(post):
             raise self.baton.fail(

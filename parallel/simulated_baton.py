@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.random import mtrand
 
 Schedule = Callable[[Sequence[int]], int]
 """Chooses who runs next from the ranks that may run (ascending)."""
@@ -34,6 +35,7 @@ class Surroundings:
 
     def __init__(self, seed: int | None = None) -> None:
         """The present state, or fresh streams from `seed` with the present default dtype."""
+        self._numpy: np.random.BitGenerator
         self.save()
         if seed is not None:
             self._numpy = np.random.MT19937(seed)
@@ -43,7 +45,7 @@ class Surroundings:
 
     def save(self) -> None:
         """Take over the present state of the process."""
-        self._numpy: Any = np.random.get_bit_generator()
+        self._numpy = mtrand.get_bit_generator()
         self._python = random.getstate()
         self._torch = torch.default_generator.get_state()
         self._cuda = [generator.get_state() for generator in _cuda_generators()]
@@ -51,7 +53,7 @@ class Surroundings:
 
     def load(self) -> None:
         """Make this the state of the process."""
-        np.random.set_bit_generator(self._numpy)
+        mtrand.set_bit_generator(self._numpy)
         random.setstate(self._python)
         torch.default_generator.set_state(self._torch)
         for generator, state in zip(_cuda_generators(), self._cuda, strict=False):

@@ -82,8 +82,8 @@ class Record:
 def bytes_sent(call: Call, rank: int, size: int) -> int:
     """The bytes that group rank `rank` of `size` must send to the others for `call`.
 
-    A part is sent straight to whoever needs it, and an all-reduce is a reduce-scatter and an all-gather, so it
-    costs 2 n (size-1)/size, rounded down. Objects and barriers count nothing.
+    A part is sent straight to whoever needs it, and an all-reduce is a reduce-scatter and an all-gather, so
+    it costs 2 n (size-1)/size, rounded down. Objects and barriers count nothing.
     """
     tensor = call.input
     if tensor is None:
