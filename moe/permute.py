@@ -40,7 +40,7 @@ class RowMap:
 
 @dataclass(frozen=True, kw_only=True)
 class SlotMap:
-    """The expert-major order of this rank's kept slots. All tables are int64, on the device of the routing."""
+    """The expert-major order of this rank's kept slots. Tables are int64, on the routing's device."""
 
     row_token: Int[Tensor, "N"]
     """Token of each row."""
@@ -86,7 +86,12 @@ class _Reorder(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         index, inverse = ctx.saved_tensors
         full, inverse_full = ctx.full
-        return _Reorder.apply(grads[0], inverse, index, inverse_full, full), None, None, None, None
+        grad = _reorder(grads[0], inverse, index, inverse_full, full)
+        return grad, None, None, None, None
+
+
+def _reorder(x: Tensor, index: Tensor, inverse: Tensor, full: bool, inverse_full: bool) -> Tensor:
+    return _Reorder.apply(x, index, inverse, full, inverse_full)  # type: ignore[no-untyped-call]
 
 
 def _gather_sum(x: Tensor, index: Tensor, full: bool) -> Tensor:
@@ -113,12 +118,12 @@ def _take(x: Tensor, index: Tensor, full: bool) -> Tensor:
 
 def reorder(x: Float[Tensor, "M *rest"], rows: RowMap) -> Float[Tensor, "N *rest"]:
     """The rows of `x` in the order of the map; zeros where it names no source. The gradient is `restore`."""
-    return _Reorder.apply(x, rows.source[:, None], rows.places, rows.all_sourced, rows.all_placed)
+    return _reorder(x, rows.source[:, None], rows.places, rows.all_sourced, rows.all_placed)
 
 
 def restore(x: Float[Tensor, "N *rest"], rows: RowMap) -> Float[Tensor, "M *rest"]:
     """For each source row of the map, the sum of the rows made from it. The gradient is `reorder`."""
-    return _Reorder.apply(x, rows.places, rows.source[:, None], rows.all_placed, rows.all_sourced)
+    return _reorder(x, rows.places, rows.source[:, None], rows.all_placed, rows.all_sourced)
 
 
 def sort_slots(routing: Routing, num_rows: int | None = None) -> SlotMap:

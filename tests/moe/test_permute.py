@@ -25,7 +25,7 @@ from isozyme.moe.types import Routing
 
 @st.composite
 def routings(draw: st.DrawFn, max_tokens: int = 9) -> Routing:
-    """Skewed routing with distinct experts a token, distinct weights and random drops; T may be 0, K may be E."""
+    """Skewed routing with distinct weights and random drops; T may be 0, and K may be E."""
     experts = draw(st.integers(1, 5))
     topk = draw(st.integers(1, experts))
     tokens = draw(st.integers(0, max_tokens))

@@ -1,0 +1,88 @@
+"""The experts of one rank: their weights and the backend that computes with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from isozyme.core.config import Precision
+from isozyme.moe.experts.registry import ExpertSetting, choose_backend
+from isozyme.moe.experts.storage import ExpertWeights
+from isozyme.moe.types import Dispatched
+from isozyme.parallel.process_groups import ProcessGroups
+
+
+class Experts(nn.Module):
+    """Runs this rank's SwiGLU experts on dispatched rows.
+
+    The weights are those of `ExpertWeights`, in its canonical shapes, whatever the backend. The backend is
+    chosen once, for the device and dtype given here, and again if the weights are moved or cast.
+
+    Args:
+        backend: name of a backend of `isozyme.moe.experts.registry`, or `auto`.
+        precision: precision of the GEMMs; that of `dtype` if None.
+
+    The other arguments are those of `ExpertWeights`.
+
+    Raises:
+        BackendError: if the backend cannot run here; the message lists every unmet condition.
+        ConfigError: if the layout does not divide the experts.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        num_experts: int,
+        hidden: int,
+        ffn: int,
+        groups: ProcessGroups,
+        seed: int,
+        init_std: float,
+        output_std: float,
+        backend: str = "auto",
+        precision: Precision | None = None,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.weights = ExpertWeights(
+            name=name,
+            num_experts=num_experts,
+            hidden=hidden,
+            ffn=ffn,
+            groups=groups,
+            seed=seed,
+            init_std=init_std,
+            output_std=output_std,
+            device=device,
+            dtype=dtype,
+        )
+        self._asked, self._precision = backend, precision
+        self._choose()
+
+    def _choose(self) -> None:
+        down = self.weights.down[0]
+        setting = ExpertSetting(
+            device=down.device,
+            dtype=down.dtype,
+            num_local_experts=len(self.weights.down),
+            hidden=down.shape[0],
+            ffn=down.shape[1],
+            precision=self._precision,
+        )
+        backend, self.choice = choose_backend(self._asked, setting)
+        self._function = backend.build(setting, self.weights)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Experts:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._choose()
+        return self
+
+    def forward(self, dispatched: Dispatched) -> Float[Tensor, "R H"]:
+        """The experts' results for `dispatched.rows`, already multiplied by the rows' combine weights."""
+        gate_up, down = self.weights.stacks()
+        return self._function(dispatched.rows, dispatched.probs, gate_up, down, dispatched)

@@ -1,0 +1,103 @@
+"""Experts by torch's grouped matrix multiplication: one kernel for all experts of a projection.
+
+Held to `isozyme.moe.experts.loop` by the tests. The kernel finds its groups by int32 offsets on the device,
+so nothing waits for the host.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional as F
+
+from isozyme.moe.experts.loop import fill_rows, weighted_swiglu
+from isozyme.moe.types import Dispatched
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What the kernel multiplies (float64 is refused by torch)."""
+STRIDE_BYTES = 16
+"""The kernel wants each row to begin at a multiple of this."""
+MAX_ROWS = 2**31 - 1
+"""The largest int32 offset."""
+
+
+def grouped_linear(
+    rows: Float[Tensor, "N I"], weight: Float[Tensor, "G O I"], offsets: Tensor
+) -> Float[Tensor, "N O"]:
+    """`rows @ weight[g].T` for the rows of each group g, which end at `offsets[g]` (int32, on the device)."""
+    result: Tensor = F.grouped_mm(rows, rearrange(weight, "g o i -> g i o"), offs=offsets)
+    return _ContiguousGradient.apply(result)  # type: ignore[no-untyped-call]
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """Identity; its gradient is made contiguous, which the kernel's backward requires."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(_ctx: Any, *grads: Any) -> Any:
+        return grads[0].contiguous()
+
+
+def row_offsets(tokens_per_expert: Tensor, num_rows: int) -> Tensor:
+    """The end of each expert's rows as int32, the only type that the kernel takes.
+
+    Raises:
+        OverflowError: if there are more rows than an int32 can count.
+    """
+    if num_rows > MAX_ROWS:
+        raise OverflowError(
+            f"grouped_mm counts rows in int32: {num_rows} rows exceed {MAX_ROWS}. Use a smaller micro-batch."
+        )
+    return tokens_per_expert.cumsum(0).to(torch.int32)
+
+
+def grouped_mm_experts(
+    rows: Float[Tensor, "R H"],
+    probs: Float[Tensor, "R"],
+    gate_up: Float[Tensor, "E_local F2 H"],
+    down: Float[Tensor, "E_local H F"],
+    dispatched: Dispatched,
+) -> Float[Tensor, "R H"]:
+    """Two grouped GEMMs with the weighted SwiGLU between them; see `ExpertFunction`."""
+    real = dispatched.num_rows
+    if real == 0:
+        return fill_rows(_no_rows(rows[:0], probs[:0], gate_up, down), rows.shape[0])
+    offsets = row_offsets(dispatched.tokens_per_expert, real)
+    middle = weighted_swiglu(grouped_linear(rows[:real], gate_up, offsets), probs[:real], rows.dtype)
+    return fill_rows(grouped_linear(middle, down, offsets), rows.shape[0])
+
+
+def _no_rows(rows: Tensor, probs: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """A rank without rows: no kernel is called, yet all inputs stay in the graph, with zero gradients."""
+    width = down.shape[2]
+    wide = F.linear(rows, rearrange(gate_up, "e f h -> (e f) h"))
+    middle = weighted_swiglu(wide[:, : 2 * width], probs, rows.dtype)
+    return F.linear(middle, rearrange(down, "e h f -> (e h) f"))[:, : rows.shape[1]]
+
+
+def grouped_mm_problems(device: torch.device, dtype: torch.dtype, hidden: int, ffn: int) -> list[str]:
+    """Why the kernel cannot run here, in words; empty if it can. `ffn` is this rank's share of F."""
+    found = []
+    if not hasattr(F, "grouped_mm"):
+        found.append(f"torch {torch.__version__} has no torch.nn.functional.grouped_mm; update torch")
+    if dtype not in DTYPES:
+        known = ", ".join(str(each).removeprefix("torch.") for each in DTYPES)
+        found.append(f"it multiplies {known}, not {str(dtype).removeprefix('torch.')}")
+    for name, size in (("hidden", hidden), ("ffn", ffn)):
+        if size * dtype.itemsize % STRIDE_BYTES:
+            found.append(
+                f"rows must be multiples of {STRIDE_BYTES} bytes: {name}={size} x {dtype.itemsize} bytes = "
+                f"{size * dtype.itemsize}"
+            )
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        found.append("it needs a GPU of compute capability 8.0 or later")
+    elif device.type not in ("cpu", "cuda", "meta"):
+        found.append(f"it runs on cpu and cuda, not {device.type}")
+    return found

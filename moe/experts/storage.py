@@ -1,0 +1,199 @@
+"""Expert weights: one contiguous stack a projection, and one leaf Parameter per expert that views it.
+
+Grouped GEMMs take the stack, while optimiser, gradient buffer and checkpoint see one parameter per expert
+with its own global name and `ShardSpec`. Nothing else holds the stack: it is read off the parameters' common
+storage, so that it cannot go stale when something moves them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from isozyme.core.errors import ConfigError, UsageError, divisors
+from isozyme.core.initialisation import Init
+from isozyme.parallel.parameters import local_initial_value
+from isozyme.parallel.process_groups import ProcessGroups
+from isozyme.parallel.shard_spec import ShardSpec, attach, spec_of
+
+
+def expert_specs(
+    name: str, expert: int, *, hidden: int, ffn: int, init_std: float, output_std: float
+) -> tuple[ShardSpec, ShardSpec]:
+    """Ownership of one expert's gate-up `[2, F, H]` and down `[H, F]` weights.
+
+    The expert lives on one EP rank, F is cut over ETP, and only EDP holds copies: there, and nowhere else,
+    gradients are summed.
+    """
+    gate_up = ShardSpec(
+        name=f"{name}.experts.{expert}.gate_up",
+        global_shape=(2, ffn, hidden),
+        grid="expert",
+        split=((1, "etp"),),
+        init_dim=1,
+        replicas={"edp": "partial"},
+        init=Init.normal(init_std),
+    )
+    down = ShardSpec(
+        name=f"{name}.experts.{expert}.down",
+        global_shape=(hidden, ffn),
+        grid="expert",
+        split=((1, "etp"),),
+        init_dim=1,
+        replicas={"edp": "partial"},
+        init=Init.normal(output_std),
+    )
+    return gate_up, down
+
+
+class ExpertWeights(nn.Module):
+    """The weights of this rank's experts.
+
+    Args:
+        name: global name of the layer, such as `layers.3.moe`; parameters are `{name}.experts.{e}.gate_up`
+            and `.down` with the global expert id e.
+        num_experts: E, the experts of the whole model; this rank holds E/EP of them, contiguous by id.
+        hidden: H.
+        ffn: F, before the cut over ETP.
+        groups: the communicators of this rank.
+        seed: seed of the model; a weight depends on it and on the global name alone.
+        init_std: standard deviation of gate and up.
+        output_std: standard deviation of down.
+        device: where the weights are.
+        dtype: their type.
+
+    Raises:
+        ConfigError: if EP does not divide E, or ETP does not divide F.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        num_experts: int,
+        hidden: int,
+        ffn: int,
+        groups: ProcessGroups,
+        seed: int,
+        init_std: float,
+        output_std: float,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        ep, etp = groups.topology.size("ep"), groups.topology.size("etp")
+        for whole, value, axis, size in (("num_experts", num_experts, "ep", ep), ("ffn", ffn, "etp", etp)):
+            if value % size:
+                raise ConfigError(
+                    f"{axis} must divide {whole}: {whole}={value}, {axis}={size}; {value} % {size} = "
+                    f"{value % size}. Choose {axis} from {', '.join(map(str, divisors(value)))}."
+                )
+        count = num_experts // ep
+        first = groups.coordinates["ep"] * count
+        self.expert_ids = tuple(range(first, first + count))
+        specs = [
+            expert_specs(name, e, hidden=hidden, ffn=ffn, init_std=init_std, output_std=output_std)
+            for e in self.expert_ids
+        ]
+        self.gate_up, self.down = (
+            _stacked_parameters(column, groups, seed=seed, device=device, dtype=dtype)
+            for column in zip(*specs, strict=True)
+        )
+
+    def stacks(self) -> tuple[Float[Tensor, "E_local F2 H"], Float[Tensor, "E_local H F"]]:
+        """Both stacks, with gradient; F is this rank's share, and the F gate rows lie above the F up rows."""
+        gate_up = stack_of(tuple(self.gate_up))
+        return rearrange(gate_up, "e two f h -> e (two f) h"), stack_of(tuple(self.down))
+
+    def tie(self) -> None:
+        """Lay each projection's parameters out in one stack again, with their present values.
+
+        Needed after something replaced them one by one (`copy.deepcopy`, `load_state_dict(assign=True)`).
+        """
+        for parameters in (self.gate_up, self.down):
+            _move(parameters, lambda stack: stack.clone(), torch.stack([p.detach() for p in parameters]))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExpertWeights:  # noqa: ARG002
+        """Move or cast (`.to`, `.bfloat16()`) each stack as a whole, so that its views stay views."""
+        for parameters in (self.gate_up, self.down):
+            _move(parameters, fn, _shared_stack(tuple(parameters)))
+        return self
+
+
+def _stacked_parameters(
+    specs: Sequence[ShardSpec],
+    groups: ProcessGroups,
+    *,
+    seed: int,
+    device: torch.device | str,
+    dtype: torch.dtype,
+) -> nn.ParameterList:
+    shape = specs[0].local_shape(groups.topology)
+    stack = torch.empty((len(specs), *shape), device=device, dtype=dtype)
+    parameters = []
+    for view, spec in zip(stack.unbind(0), specs, strict=True):
+        view.copy_(local_initial_value(spec, groups, seed=seed, device=device, dtype=dtype))
+        parameters.append(nn.Parameter(view))
+        attach(parameters[-1], spec)
+    return nn.ParameterList(parameters)
+
+
+def _move(parameters: nn.ParameterList, fn: Callable[[Tensor], Tensor], stack: Tensor) -> None:
+    with torch.no_grad():
+        moved = fn(stack)
+        for index, (old, view) in enumerate(zip(parameters, moved.unbind(0), strict=True)):
+            grad = None if old.grad is None else fn(old.grad)
+            if torch._has_compatible_shallow_copy_type(old, view):
+                old.data = view
+                new = old
+            else:  # another kind of tensor, such as from or to the meta device
+                new = nn.Parameter(view, requires_grad=old.requires_grad)
+                attach(new, spec_of(old))
+                parameters[index] = new
+            new.grad = grad
+
+
+def _shared_stack(parameters: Sequence[Tensor]) -> Tensor:
+    """The tensor `[n, ...]` that the parameters view, without gradient."""
+    first = parameters[0]
+    tied = all(
+        p.is_contiguous()
+        and p.shape == first.shape
+        and p.dtype == first.dtype
+        and p.untyped_storage()._cdata == first.untyped_storage()._cdata
+        and p.storage_offset() == first.storage_offset() + index * first.numel()
+        for index, p in enumerate(parameters)
+    )
+    if not tied:
+        raise UsageError(
+            f"the parameters of {len(parameters)} experts no longer lie side by side in one storage: "
+            "something replaced them one by one. Call ExpertWeights.tie() after it."
+        )
+    return first.detach().as_strided((len(parameters), *first.shape), (first.numel(), *first.stride()))
+
+
+class _Stack(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, *parameters: Tensor) -> Tensor:
+        return _shared_stack(parameters)
+
+    @staticmethod
+    def backward(_ctx: Any, *grads: Any) -> Any:
+        return grads[0].contiguous().unbind(0)
+
+
+def stack_of(parameters: Sequence[Tensor]) -> Tensor:
+    """The stack `[n, ...]` that `parameters` view, without a copy.
+
+    In backward each parameter gets its slice of the stack's gradient, a view, exactly zero for an expert
+    without rows: so every expert takes part in whatever waits for gradients.
+
+    Raises:
+        UsageError: if they do not lie side by side in one storage.
+    """
+    return _Stack.apply(*parameters)  # type: ignore[no-untyped-call]
