@@ -1,0 +1,98 @@
+"""SwiGLU times the combine weight, forward and backward, each in one pass over the pre-activation.
+
+`a = silu(gate) * up * prob` with gate and up the halves of each row (SwiGLU: Shazeer 2020, arXiv:2002.05202).
+The weight multiplies here, before the down projection, so that no expert output need be kept for its
+gradient: dprob is an inner product of dH's ingredients, found in the same pass.
+"""
+
+from typing import no_type_check
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+def swiglu_prob_twin(hidden: Float[Tensor, "R F2"], probs: Float[Tensor, "R"]) -> Float[Tensor, "R F"]:
+    """`swiglu_prob` in plain PyTorch, computed in at least fp32 and rounded once."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    gate, up = hidden.to(wide).chunk(2, dim=-1)
+    return (torch.nn.functional.silu(gate) * up * probs.to(wide).unsqueeze(-1)).to(hidden.dtype)
+
+
+def swiglu_prob_backward_twin(
+    grad: Float[Tensor, "R F"], hidden: Float[Tensor, "R F2"], probs: Float[Tensor, "R"]
+) -> tuple[Float[Tensor, "R F2"], Float[Tensor, "R"], Float[Tensor, "R F"]]:
+    """`swiglu_prob_backward` in plain PyTorch."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    gate, up = hidden.to(wide).chunk(2, dim=-1)
+    upstream, weight = grad.to(wide), probs.to(wide).unsqueeze(-1)
+    sigmoid = torch.sigmoid(gate)
+    silu = gate * sigmoid
+    weighted = upstream * weight
+    d_gate = weighted * up * (sigmoid * (1 + gate * (1 - sigmoid)))
+    d_hidden = torch.cat([d_gate, weighted * silu], dim=-1).to(hidden.dtype)
+    d_probs = (upstream * silu * up).sum(dim=-1).to(probs.dtype)
+    return d_hidden, d_probs, (silu * up * weight).to(hidden.dtype)
+
+
+@torch.library.custom_op("isozyme::swiglu_prob", mutates_args=())
+def swiglu_prob(hidden: Tensor, probs: Tensor) -> Tensor:
+    """`silu(gate) * up * prob` for each row.
+
+    Args:
+        hidden: `[R, 2F]`, the gate half first.
+        probs: `[R]`, at least fp32.
+
+    Returns:
+        `[R, F]` in the dtype of `hidden`.
+    """
+    if hidden.is_cuda:
+        from isozyme.moe.kernels.triton_swiglu import launch_swiglu_prob
+
+        return launch_swiglu_prob(hidden, probs)
+    return swiglu_prob_twin(hidden, probs)
+
+
+@swiglu_prob.register_fake
+@no_type_check
+def _(hidden: Tensor, probs: Tensor) -> Tensor:
+    del probs
+    return hidden.new_empty((hidden.shape[0], hidden.shape[1] // 2))
+
+
+@torch.library.custom_op("isozyme::swiglu_prob_backward", mutates_args=())
+def swiglu_prob_backward(grad: Tensor, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of `swiglu_prob`, and its output again (which the down projection's wgrad needs).
+
+    Args:
+        grad: `[R, F]`, gradient of the output.
+        hidden: `[R, 2F]`, the saved pre-activation.
+        probs: `[R]`.
+
+    Returns:
+        `[R, 2F]` gradient of `hidden`, `[R]` gradient of `probs`, `[R, F]` the recomputed output.
+    """
+    if hidden.is_cuda:
+        from isozyme.moe.kernels.triton_swiglu import launch_swiglu_prob_backward
+
+        return launch_swiglu_prob_backward(grad, hidden, probs)
+    return swiglu_prob_backward_twin(grad, hidden, probs)
+
+
+@swiglu_prob_backward.register_fake
+@no_type_check
+def _(grad: Tensor, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(hidden), torch.empty_like(probs), torch.empty_like(grad)
+
+
+def _setup(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    del output
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx, grad):  # type: ignore[no-untyped-def]
+    d_hidden, d_probs, _ = swiglu_prob_backward(grad.contiguous(), *ctx.saved_tensors)
+    return d_hidden, d_probs
+
+
+swiglu_prob.register_autograd(_backward, setup_context=_setup)

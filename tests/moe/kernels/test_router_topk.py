@@ -1,0 +1,76 @@
+"""The one-pass router against softmax, a stable sort and autograd."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from isozyme.moe.kernels.router_topk import (
+    router_topk,
+    router_topk_backward_twin,
+    router_topk_twin,
+)
+from isozyme.moe.kernels.triton_router_topk import launch_router_topk, launch_router_topk_backward
+
+SHAPES = [(50, 8, 2), (33, 5, 3), (0, 4, 1), (100, 128, 8), (9, 1, 1), (9, 4, 4)]
+
+
+def draw(tokens: int, experts: int, device: str) -> Tensor:
+    """Random logits with a row of ties and a row with two equal largest."""
+    logits = torch.randn(tokens, experts, device=device)
+    if tokens > 3:
+        logits[1] = logits[1, 0].clone()
+        logits[2] = logits[2].round()
+    return logits
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_kernels_equal_twins(shape: tuple[int, int, int], renormalize: bool, device: str) -> None:
+    tokens, experts, topk = shape
+    logits = draw(tokens, experts, device)
+    got = launch_router_topk(logits, topk, renormalize, 1.5)
+    want = router_topk_twin(logits, topk, renormalize, 1.5)
+    for left, right in zip(got, want, strict=True):
+        torch.testing.assert_close(left, right)
+    grads = (torch.randn_like(want[0]), torch.randn_like(want[2]), torch.randn_like(want[3]))
+    torch.testing.assert_close(
+        launch_router_topk_backward(*grads, want[0], want[1], renormalize, 1.5),
+        router_topk_backward_twin(*grads, want[0], want[1], renormalize, 1.5),
+    )
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_gradients_are_those_of_softmax_and_choice(renormalize: bool, device: str) -> None:
+    logits = torch.randn(7, 6, dtype=torch.float64, device=device, requires_grad=True)
+
+    def differentiable(x: Tensor) -> tuple[Tensor, ...]:
+        scores, _, probs, lse = router_topk(x, 2, renormalize, 0.7)
+        return scores, probs, lse
+
+    assert torch.autograd.gradcheck(differentiable, (logits,))
+
+
+def test_ties_go_to_the_lower_expert(device: str) -> None:
+    _, ids, _, _ = launch_router_topk(torch.zeros(3, 6, device=device), 3, True, 1.0)
+    assert ids.tolist() == [[0, 1, 2]] * 3
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+def test_nan_rows_stay_in_range_and_alone(device: str) -> None:
+    logits = draw(6, 8, device)
+    clean = launch_router_topk(logits, 3, True, 1.0)
+    logits[3, 5] = torch.nan
+    logits[4, 1] = torch.inf
+    _, ids, probs, _ = launch_router_topk(logits, 3, True, 1.0)
+    for row in (3, 4):
+        assert len(set(ids[row].tolist())) == 3
+        assert set(ids[row].tolist()) <= set(range(8))
+        assert torch.isnan(probs[row]).any()
+    others = [0, 1, 2, 5]
+    assert torch.equal(ids[others], clean[1][others])
+    assert torch.equal(probs[others], clean[2][others])
+
+
+def test_operator_passes_the_library_checks(device: str) -> None:
+    logits = torch.randn(6, 8, device=device, requires_grad=True)
+    torch.library.opcheck(router_topk, (logits, 2, True, 1.0))
