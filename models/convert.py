@@ -83,7 +83,7 @@ def mixtral_config(config: RunConfig) -> dict[str, Any]:
 
 
 def to_mixtral(tensors: Mapping[str, Tensor], config: RunConfig) -> dict[str, Tensor]:
-    """Rename (and cut `gate_up` in two) from canonical names to those of a Mixtral on disk.
+    """Rename (and cut `gate_up` in two) from canonical names to those of a Mixtral on disk; copies nothing.
 
     Args:
         tensors: every weight of the whole model, unsharded, by canonical name.
@@ -100,7 +100,7 @@ def to_mixtral(tensors: Mapping[str, Tensor], config: RunConfig) -> dict[str, Te
     out = {theirs: tensors[ours] for ours, theirs in names.items()}
     for ours, theirs in experts.items():
         gate, up = tensors[f"{ours}.gate_up"]
-        out |= {f"{theirs}.w1.weight": gate.clone(), f"{theirs}.w3.weight": up.clone()}
+        out |= {f"{theirs}.w1.weight": gate, f"{theirs}.w3.weight": up}
         out[f"{theirs}.w2.weight"] = tensors[f"{ours}.down"]
     return out
 

@@ -79,7 +79,6 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.chunk = chunk
-        self.dtype = builder.dtype
         self.embedding = Embedding(builder, config) if chunk.has_embedding else None
         self.layers = nn.ModuleDict({str(index): Block(builder, index, config) for index in chunk.layers})
         self.final_norm: RMSNorm | None = None
@@ -141,7 +140,7 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, list[MoEOutput]]:
         """Embedding, layers and final norm, as far as the chunk has them."""
         x = self._input(batch, hidden)
-        context = Context.of(batch, self.config, self.dtype)
+        context = Context.of(batch, self.config, x.dtype)
         overrides = self._overrides(routing_override)
         outputs: list[MoEOutput] = []
         for block in self.layers.values():

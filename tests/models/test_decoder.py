@@ -180,6 +180,13 @@ def test_lower_precision_stays_near_fp64(dtype: torch.dtype, tolerance: float) -
     assert found.loss_sum.item() == pytest.approx(expected.loss_sum.item(), rel=tolerance)
 
 
+def test_a_model_cast_after_it_was_built_equals_one_built_so() -> None:
+    config = tiny(pattern="D")  # fp32 initial values are exact in fp64
+    batch = random_batch()
+    built, cast = whole(config), whole(config, torch.float32).double()
+    assert torch.equal(built(batch).loss_sum, cast(batch).loss_sum)
+
+
 def test_replaying_the_own_routing_changes_nothing() -> None:
     model, batch = whole(tiny()), random_batch()
     first = model(batch)
