@@ -1,8 +1,8 @@
 """Collectives with gradients: pairs in which the backward of one is the forward of the other.
 
 A tensor on a group of ranks is *replicated* (the same on all ranks, and so is its gradient), *sharded* (each
-rank has its rows) or *varying* (each rank has its own, such as a partial sum). The loss is the sum of what all
-ranks contribute, where what is computed from replicated tensors alone counts once.
+rank has its rows) or *varying* (each rank has its own, such as a partial sum). The loss is the sum of what
+all ranks contribute, where what is computed from replicated tensors alone counts once.
 
 | function | from → to | forward | backward |
 |---|---|---|---|
@@ -14,9 +14,10 @@ ranks contribute, where what is computed from replicated tensors alone counts on
 | `gather_replicated_from_group` | sharded → replicated | all-gather | own rows |
 | `all_to_all` | sharded → sharded | all-to-all | the inverse all-to-all |
 
-The first two, and the two of rows, are f and g of Shoeybi et al., "Megatron-LM" (arXiv:1909.08053); the
-middle two are g and g-bar of sequence parallelism, Korthikanti et al., "Reducing Activation Recomputation in
-Large Transformer Models" (arXiv:2205.05198); the last is that of Lepikhin et al., "GShard" (arXiv:2006.16668).
+`copy` and `reduce` are f and g of Shoeybi et al., "Megatron-LM" (arXiv:1909.08053); `gather` and
+`reduce_scatter` are g and g-bar of sequence parallelism, Korthikanti et al., "Reducing Activation
+Recomputation in Large Transformer Models" (arXiv:2205.05198); the all-to-all that sends tokens to their
+experts and back is that of Lepikhin et al., "GShard" (arXiv:2006.16668).
 All but the overlapped all-to-all can be differentiated twice.
 
 A backward collective needs every rank, also one without rows. So the functions do not ask whether this rank's
@@ -47,8 +48,7 @@ def copy_to_group(x: Tensor, comm: Communicator, *, differentiable: bool = True)
     Forward: identity. Backward: all-reduce, sending 2 n (size-1)/size bytes per rank for n bytes of x.
     Conjugate: `reduce_from_group`.
     """
-    result: Tensor = _Copy.apply(_marked(x, differentiable), comm)
-    return result
+    return _apply(_Copy, _marked(x, differentiable), comm)
 
 
 def reduce_from_group(x: Tensor, comm: Communicator, *, differentiable: bool = True) -> Tensor:
@@ -58,8 +58,7 @@ def reduce_from_group(x: Tensor, comm: Communicator, *, differentiable: bool = T
     all ranks compute the same from the result. Conjugate: `copy_to_group`; where ranks use the sum
     differently, compose the two.
     """
-    result: Tensor = _Reduce.apply(_marked(x, differentiable), comm)
-    return result
+    return _apply(_Reduce, _marked(x, differentiable), comm)
 
 
 def gather_from_group(
@@ -78,8 +77,7 @@ def gather_from_group(
         reduce-scatter of the same volume. Conjugate: `reduce_scatter_to_group`.
     """
     counts = _sizes(sizes, x.shape[0], comm)
-    result: Tensor = _Gather.apply(_marked(x, differentiable), comm, counts)
-    return result
+    return _apply(_Gather, _marked(x, differentiable), comm, counts)
 
 
 def reduce_scatter_to_group(
@@ -98,8 +96,7 @@ def reduce_scatter_to_group(
         all-gather. Conjugate: `gather_from_group`.
     """
     counts = _shares(sizes, x, comm, "reduce_scatter_to_group")
-    result: Tensor = _ReduceScatter.apply(_marked(x, differentiable), comm, counts)
-    return result
+    return _apply(_ReduceScatter, _marked(x, differentiable), comm, counts)
 
 
 def split_to_group(
@@ -118,8 +115,7 @@ def split_to_group(
         size-1 others. Conjugate: `gather_replicated_from_group`.
     """
     counts = _shares(sizes, x, comm, "split_to_group")
-    result: Tensor = _Split.apply(_marked(x, differentiable), comm, counts)
-    return result
+    return _apply(_Split, _marked(x, differentiable), comm, counts)
 
 
 def gather_replicated_from_group(
@@ -132,8 +128,7 @@ def gather_replicated_from_group(
     gradient needs `gather_from_group`.
     """
     counts = _sizes(sizes, x.shape[0], comm)
-    result: Tensor = _GatherReplicated.apply(_marked(x, differentiable), comm, counts)
-    return result
+    return _apply(_GatherReplicated, _marked(x, differentiable), comm, counts)
 
 
 def all_to_all(
@@ -158,8 +153,7 @@ def all_to_all(
         of the others. Backward: the all-to-all with the splits swapped (its own conjugate).
     """
     out, into = _splits(x, comm, output_splits, input_splits)
-    result: Tensor = _AllToAll.apply(_marked(x, differentiable), comm, out, into)
-    return result
+    return _apply(_AllToAll, _marked(x, differentiable), comm, out, into)
 
 
 @dataclass(eq=False)
@@ -187,14 +181,12 @@ def all_to_all_start(
     """
     out, into = _splits(x, comm, output_splits, input_splits)
     state = _Halves(comm, out, into)
-    token: Tensor = _Start.apply(_marked(x, differentiable), state)
-    return InFlight(token, state)
+    return InFlight(_apply(_Start, _marked(x, differentiable), state), state)
 
 
 def all_to_all_finish(in_flight: InFlight) -> Tensor:
     """Wait for the rows of `all_to_all_start`."""
-    result: Tensor = _Finish.apply(in_flight.token, in_flight.state)
-    return result
+    return _apply(_Finish, in_flight.token, in_flight.state)
 
 
 class _Copy(Function):
@@ -205,7 +197,7 @@ class _Copy(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Reduce.apply(grad, ctx.comm), None
+        return _apply(_Reduce, grad, ctx.comm), None
 
 
 class _Reduce(Function):
@@ -216,7 +208,7 @@ class _Reduce(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Copy.apply(grad, ctx.comm), None
+        return _apply(_Copy, grad, ctx.comm), None
 
 
 class _Gather(Function):
@@ -227,7 +219,7 @@ class _Gather(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _ReduceScatter.apply(grad, ctx.comm, ctx.sizes), None, None
+        return _apply(_ReduceScatter, grad, ctx.comm, ctx.sizes), None, None
 
 
 class _ReduceScatter(Function):
@@ -238,7 +230,7 @@ class _ReduceScatter(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _Gather.apply(grad, ctx.comm, ctx.sizes), None, None
+        return _apply(_Gather, grad, ctx.comm, ctx.sizes), None, None
 
 
 class _Split(Function):
@@ -249,7 +241,7 @@ class _Split(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _GatherReplicated.apply(grad, ctx.comm, ctx.sizes), None, None
+        return _apply(_GatherReplicated, grad, ctx.comm, ctx.sizes), None, None
 
 
 class _GatherReplicated(Function):
@@ -260,7 +252,7 @@ class _GatherReplicated(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _Split.apply(grad, ctx.comm, ctx.sizes), None, None
+        return _apply(_Split, grad, ctx.comm, ctx.sizes), None, None
 
 
 class _AllToAll(Function):
@@ -273,7 +265,7 @@ class _AllToAll(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _AllToAll.apply(grad, ctx.comm, ctx.into, ctx.out), None, None, None
+        return _apply(_AllToAll, grad, ctx.comm, ctx.into, ctx.out), None, None, None
 
 
 @dataclass(eq=False)
@@ -296,14 +288,14 @@ class _Start(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, _grad: Tensor) -> tuple[Tensor, None]:
         pending, ctx.state.backward = ctx.state.backward, None
         return pending.wait(), None
 
 
 class _Finish(Function):
     @staticmethod
-    def forward(ctx: Any, token: Tensor, state: _Halves) -> Tensor:
+    def forward(ctx: Any, _token: Tensor, state: _Halves) -> Tensor:
         ctx.state = state
         pending, state.forward = state.forward, None
         if pending is None:
@@ -317,6 +309,11 @@ class _Finish(Function):
         state = ctx.state
         state.backward = state.comm.all_to_all_async(grad, state.into, state.out)
         return grad.new_zeros(()), None
+
+
+def _apply(function: type[Function], *args: Any) -> Tensor:
+    result: Tensor = function.apply(*args)
+    return result
 
 
 def _marked(x: Tensor, differentiable: bool) -> Tensor:
@@ -336,7 +333,8 @@ def _shares(sizes: Sizes, x: Tensor, comm: Communicator, name: str) -> tuple[int
     if sizes is None:
         if x.shape[0] % comm.size:
             raise ValueError(
-                f"{name} over {comm.name}: {x.shape[0]} rows are not divisible by {comm.size} ranks. Give sizes."
+                f"{name} over {comm.name}: {x.shape[0]} rows are not divisible by {comm.size} ranks. "
+                "Give sizes."
             )
         return (x.shape[0] // comm.size,) * comm.size
     if len(sizes) != comm.size or sum(sizes) != x.shape[0]:

@@ -70,7 +70,8 @@ def torch_world(
     except (RuntimeError, ValueError) as error:
         raise CommunicationError(
             f"the ranks must meet before anything else: rank={rank}, world_size={world_size}, "
-            f"init_method={init_method}; {_first_line(error)}. Check that all ranks run and reach that address."
+            f"init_method={init_method}; {_first_line(error)}. Check that all ranks run and reach "
+            "that address."
         ) from error
     try:
         yield TorchWorld(where, timeout)

@@ -197,8 +197,7 @@ class _Group:
         number = self._made[post.member]
         self._made[post.member] += 1
         calls = self._rounds.setdefault(number, {})
-        for other in sorted(calls):
-            check_fit(calls[other], post)
+        check_fit([calls[other] for other in sorted(calls)], post)
         calls[post.member] = post
         post.together = calls
         if len(calls) < len(self.ranks):

@@ -77,23 +77,26 @@ def unchanged(post: Post) -> bool:
     return torch.equal(_bits(now.detach()), _bits(before))
 
 
-def check_fit(first: Post, second: Post) -> None:
-    """Two ranks' calls belong to the same collective.
+def check_fit(others: Sequence[Post], post: Post) -> None:
+    """A call belongs to the same collective as those that other ranks have made (which fit each other).
 
     Raises:
         CommunicationError: naming what differs, both ranks, both calls and both lines.
     """
-    a, b = first.call, second.call
-    if a.kind != b.kind:
+    if not others:
+        return
+    ours, theirs = post.call, others[0].call
+    if ours.kind != theirs.kind:
         raise _disagreement(
-            "ranks of a group must make the same collectives in the same order", first, second
+            "ranks of a group must make the same collectives in the same order", others[0], post
         )
-    for rule, ours, theirs in _compared(a, b):
-        if ours != theirs:
-            raise _disagreement(f"ranks must agree on the {rule} of a collective", first, second)
-    if a.kind == "all_to_all":
-        _check_splits(first, second)
-        _check_splits(second, first)
+    for rule, a, b in _compared(theirs, ours):
+        if a != b:
+            raise _disagreement(f"ranks must agree on the {rule} of a collective", others[0], post)
+    if ours.kind == "all_to_all":
+        for other in others:
+            _check_splits(other, post)
+            _check_splits(post, other)
 
 
 def check_message(send: Post, recv: Post) -> None:
