@@ -1,0 +1,249 @@
+"""The gradient buffer: gradients are accumulated in at least fp32 and summed over ranks by an explicit call.
+
+Each parameter's `main_grad` is a view of a flat group. A hook moves `.grad` there after every backward, and
+nothing else reads `.grad`: a fused backward may write `main_grad` itself, and an expert without tokens may
+have no gradient at all. All ranks reduce the same buckets in the same order, whatever was touched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from isozyme.core.errors import CommunicationError, ConfigError, UsageError
+from isozyme.parallel.communicator import Pending
+from isozyme.parallel.grad_layout import Segment, cut, pack
+from isozyme.parallel.process_groups import ProcessGroups
+
+
+class GradientBuffer:
+    """Gradients of all parameters of one rank, from the first micro-batch to the optimiser step.
+
+    A step is `zero()`, then a backward for each micro-batch, then `reduce()` once. Sums are never averaged:
+    the loss has been divided by the step's count of labels already.
+
+    A backward that adds a weight gradient to `parameter.main_grad` by itself sets
+    `parameter.grad_added_to_main_grad = True` and returns any placeholder (it is dropped unread), or returns
+    None and leaves the flag alone. It must not be mixed with an ordinary gradient of the same parameter in
+    the same backward.
+
+    Args:
+        parameters: the parameters of this rank, each with a `ShardSpec`, in an order that is the same on all
+            ranks that hold the same shards. Those that do not require a gradient are left out.
+        groups: the communicators of this rank.
+        bucket_bytes: upper limit of what one call reduces; by default one call a flat group.
+
+    Attributes:
+        groups: the communicators.
+        flat: the flat groups (`FlatGroup`), in a fixed order.
+        buckets: the parts that are reduced one by one (`Bucket`), in the order in which they are.
+
+    Raises:
+        ConfigError: if `bucket_bytes` is not positive.
+        UsageError: if a parameter belongs to another gradient buffer already.
+        CommunicationError: if the ranks that sum together do not have the same parameters.
+    """
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], groups: ProcessGroups, *, bucket_bytes: int | None = None
+    ) -> None:
+        if bucket_bytes is not None and bucket_bytes < 1:
+            raise ConfigError(f"bucket_bytes must be positive: bucket_bytes={bucket_bytes}. Leave it out.")
+        self.groups = groups
+        self.flat = pack(parameters, groups)
+        self.buckets = cut(self.flat, bucket_bytes)
+        self._agree_on_buckets()
+        self._reduced = False
+        self._ready: set[int] = set()
+        self._pending: list[Pending | None] = []
+        self._peaks: dict[int, tuple[Tensor, ...]] = {}
+        """Largest magnitude of each tensor of a shared bucket, before the ranks' parts were added."""
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        for index, bucket in enumerate(self.buckets):
+            for segment in bucket.segments:
+                self._adopt(segment, segment.view(bucket.group.data), index)
+
+    @property
+    def segments(self) -> list[Segment]:
+        """Every parameter with its place, in the order in which parameters were given."""
+        return sorted((s for group in self.flat for s in group.segments), key=lambda segment: segment.order)
+
+    @property
+    def reduced(self) -> bool:
+        """Whether `main_grad` holds the sum over all ranks (and over all micro-batches)."""
+        return self._reduced
+
+    def zero(self) -> None:
+        """Forget all gradients: the start of a step."""
+        if len(self._pending) not in (0, len(self.buckets)):
+            raise UsageError(
+                "zero() while buckets are being reduced: call reduce() first, which waits for them."
+            )
+        for group in self.flat:
+            group.data.zero_()
+            for segment in group.segments:
+                segment.parameter.grad = None
+                segment.parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        self._reduced = False
+        self._ready.clear()
+        self._pending.clear()
+        self._peaks.clear()
+
+    def ready(self, bucket: int) -> None:
+        """Say that no further gradient will come for a bucket, so that its reduction may start.
+
+        Reductions start in the order of `buckets` whatever the order of these calls: a bucket waits for those
+        before it. Calling it is optional; `reduce()` starts what has not been started.
+        """
+        self._must_be_open(f"ready({bucket})")
+        if not 0 <= bucket < len(self.buckets):
+            raise UsageError(f"there is no bucket {bucket}: the buffer has {len(self.buckets)}.")
+        if bucket in self._ready:
+            raise UsageError(f"ready({bucket}) was called twice in one step. Call zero() between steps.")
+        self._ready.add(bucket)
+        while len(self._pending) in self._ready:
+            self._start(len(self._pending))
+
+    def reduce(self) -> None:
+        """Sum every gradient over the ranks that hold a part of it: once, after the last micro-batch.
+
+        A parameter without a gradient contributes zeros, so all ranks of a group make the same calls. Bytes
+        sent: 2 n (size-1)/size for each flat group of n bytes.
+
+        Raises:
+            UsageError: if it was called since the last `zero()`.
+        """
+        self._must_be_open("reduce()")
+        while len(self._pending) < len(self.buckets):
+            self._start(len(self._pending))
+        for bucket, pending in zip(self.buckets, self._pending, strict=True):
+            if pending is not None:
+                pending.wait()
+            for communicator in bucket.group.communicators[1:]:
+                communicator.all_reduce(bucket.data)
+        self._reduced = True
+
+    def stack_view(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """The gradients of equally shaped, adjacent parameters as one tensor `[len(parameters), ...]`.
+
+        For experts that view one stack `[E_local, ...]`, this is the stack of their gradients, not a copy.
+
+        Raises:
+            ValueError: if they are not adjacent in the buffer.
+        """
+        places = {
+            id(segment.parameter): (group, segment) for group in self.flat for segment in group.segments
+        }
+        found = [places.get(id(parameter)) for parameter in parameters]
+        if not found or found[0] is None:
+            raise ValueError("stack_view needs at least one parameter, all of them in this gradient buffer.")
+        group, first = found[0]
+        end = first.start
+        for place in found:
+            if (
+                place is None
+                or place[0] is not group
+                or place[1].start != end
+                or place[1].parameter.shape != first.parameter.shape
+            ):
+                raise ValueError(
+                    f"the gradients from {first.spec.name} on are not one contiguous stack of "
+                    f"{len(found)} x {tuple(first.parameter.shape)}. Make the parameters consecutive views "
+                    "of one tensor, and give them in its order."
+                )
+            end = place[1].stop
+        return group.data[first.start : end].view(len(found), *first.parameter.shape)
+
+    def non_finite(self) -> list[str]:
+        """Global names of tensors whose gradient *on this rank* is not finite.
+
+        Of tensors that are summed over ranks it is this rank's own part that counts (as it was before the
+        sum, which spreads a NaN to everybody).
+        """
+        names: list[str] = []
+        for index, bucket in enumerate(self.buckets):
+            segments = [segment for segment in bucket.segments if segment.parameter.numel()]
+            peaks = self._peaks.get(index)
+            if peaks is None:
+                peaks = tuple(segment.view(bucket.group.data).abs().max() for segment in segments)
+            names += [s.spec.name for s, peak in zip(segments, peaks, strict=True) if not peak.isfinite()]
+        return sorted(names)
+
+    def close(self) -> None:
+        """Detach from the parameters: remove the hooks and `main_grad`."""
+        for hook in self._hooks:
+            hook.remove()
+        for segment in self.segments:
+            del segment.parameter.main_grad  # type: ignore[attr-defined]
+            del segment.parameter.grad_added_to_main_grad  # type: ignore[attr-defined]
+        self._hooks.clear()
+
+    def _adopt(self, segment: Segment, main_grad: Tensor, bucket: int) -> None:
+        parameter = segment.parameter
+        if hasattr(parameter, "main_grad"):
+            raise UsageError(
+                f"{segment.spec.name} belongs to another gradient buffer already. Call close() on that one."
+            )
+        parameter.main_grad = main_grad  # type: ignore[attr-defined]
+        parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        parameter.grad = None
+        hook = self._accumulate(segment.spec.name, main_grad, bucket)
+        self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def _accumulate(self, name: str, main_grad: Tensor, bucket: int) -> Callable[[Tensor], None]:
+        @torch.no_grad()
+        def move(parameter: Tensor) -> None:
+            if self._reduced or len(self._pending) > bucket:
+                raise UsageError(
+                    f"a gradient of {name} came after its reduction had started. Call zero() before the "
+                    "first backward of a step, and reduce() or ready() after the last."
+                )
+            if parameter.grad_added_to_main_grad:  # type: ignore[attr-defined]
+                parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+            elif parameter.grad is not None:
+                main_grad.add_(parameter.grad)
+            parameter.grad = None
+
+        return move
+
+    def _must_be_open(self, call: str) -> None:
+        if self._reduced:
+            raise UsageError(
+                f"{call} after reduce(): the gradients are summed over ranks already, and a second sum would "
+                "count them several times. Call zero() between steps."
+            )
+
+    def _start(self, index: int) -> None:
+        bucket = self.buckets[index]
+        if not bucket.group.communicators:
+            self._pending.append(None)
+            return
+        views = [s.view(bucket.group.data) for s in bucket.segments if s.parameter.numel()]
+        if views:
+            self._peaks[index] = tuple(torch._foreach_norm(views, float("inf")))
+        self._pending.append(bucket.group.communicators[0].all_reduce_async(bucket.data))
+
+    def _agree_on_buckets(self) -> None:
+        for bucket in self.buckets:
+            for communicator in bucket.group.communicators:
+                mine = bucket.signature()
+                digest = hashlib.blake2b(repr(mine).encode()).hexdigest()
+                if len(set(communicator.all_gather_object(digest))) == 1:
+                    continue
+                first = next(
+                    (
+                        i
+                        for i, of_ranks in enumerate(zip(*communicator.all_gather_object(mine), strict=False))
+                        if len(set(of_ranks)) > 1
+                    ),
+                    None,
+                )
+                where = f"from {mine[first][0]} on" if first is not None else "in number"
+                raise CommunicationError(
+                    f"the ranks {list(communicator.ranks)} sum gradients over {communicator.name}, but their "
+                    f"parameters differ {where} ({bucket.group.name}). Build the same model on all of them, "
+                    "with parameters in the same order."
+                )

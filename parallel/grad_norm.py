@@ -1,0 +1,80 @@
+"""The global gradient norm, the check that it is finite, and clipping: the same numbers on every rank.
+
+Every unique shard of the model counts once, wherever it is kept: a shard with n replicas has weight 1/n on
+each. Averages of per-rank norms, or separate norms for dense and expert weights, would depend on the layout.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from isozyme.core.errors import NonFiniteError, UsageError
+from isozyme.parallel.grad_buffer import GradientBuffer
+
+
+def global_norm(buffer: GradientBuffer) -> float:
+    """The Euclidean norm of the gradient of the whole model: `sqrt(Σ ‖g‖²)` over all unique shards.
+
+    All ranks of the world call it together, after `buffer.reduce()`, and get the same number. Per-shard
+    norms are computed in at least fp32, their squares added in fp64. One all-reduce of 8 bytes; waits for the
+    device.
+
+    Raises:
+        UsageError: before `buffer.reduce()`.
+        NonFiniteError: on all ranks alike if the norm is NaN or infinite; it names ranks and tensors.
+    """
+    if not buffer.reduced:
+        raise UsageError(
+            "the gradient norm was asked for before buffer.reduce(): it would be that of a part."
+        )
+    filled = [group for group in buffer.flat if group.data.numel()]
+    device = filled[0].data.device if filled else torch.device("cpu")
+    total = torch.zeros(1, dtype=torch.float64, device=device)
+    for group, norm in zip(filled, _norms([group.data for group in filled]), strict=True):
+        total += norm.double().square() / group.num_replicas
+    value = math.sqrt(float(buffer.groups.world.all_reduce(total)))
+    if not math.isfinite(value):
+        raise NonFiniteError(_blame(buffer, value))
+    return value
+
+
+def clip_(buffer: GradientBuffer, norm: float, max_norm: float) -> float:
+    """Scale all gradients, in place, so that the global norm is at most `max_norm`.
+
+    Args:
+        buffer: the reduced gradients.
+        norm: what `global_norm` returned.
+        max_norm: the limit; 0 turns clipping off.
+
+    Returns:
+        The one coefficient that every gradient on every rank was multiplied by; 1.0 if none was.
+    """
+    if max_norm == 0 or norm <= max_norm:
+        return 1.0
+    coefficient = max_norm / norm
+    for group in buffer.flat:
+        group.data.mul_(coefficient)
+    return coefficient
+
+
+def _norms(tensors: list[Tensor]) -> list[Tensor]:
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors]
+    return list(torch._foreach_norm(tensors))
+
+
+def _blame(buffer: GradientBuffer, value: float) -> str:
+    found = buffer.groups.world.all_gather_object(buffer.non_finite())
+    lines = [
+        f"rank {rank}: {', '.join(names[:8])}" + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        for rank, names in enumerate(found)
+        if names
+    ]
+    if not lines:
+        lines = ["no single element is: the sum of squares overflowed"]
+    return "\n  - ".join(
+        [f"the gradient must be finite: norm={value}. No weight was changed. Not finite on", *lines]
+    )

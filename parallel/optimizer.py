@@ -1,0 +1,122 @@
+"""AdamW over a gradient buffer: at least fp32 masters and moments, saved under the parameters' global names.
+
+The state lies flat beside the gradient buffer's groups (one tensor of moments for each flat group), so that
+sharding it over the replicas later is a matter of slicing. Every replica makes the same update from the same
+summed gradient; nothing is communicated here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from isozyme.core.config import OptimConfig
+from isozyme.core.errors import UsageError
+from isozyme.parallel.grad_buffer import GradientBuffer
+from isozyme.parallel.grad_layout import FlatGroup
+from isozyme.parallel.optimizer_backends import Slot, choose
+from isozyme.parallel.shard_spec import ShardSpec
+
+EXP_AVG, EXP_AVG_SQ, MASTER = "optim.exp_avg", "optim.exp_avg_sq", "optim.master"
+"""Prefixes of the state's names: the first moment of `w` is called `optim.exp_avg.w`."""
+
+
+class Optimizer:
+    """AdamW (Loshchilov and Hutter, 2019) whose gradients are the `main_grad` of a gradient buffer.
+
+    A parameter of less than fp32 has a master copy in fp32, which is updated and then rounded into it; others
+    are their own masters. Weight decay applies where the parameter's spec says so.
+
+    Args:
+        buffer: the gradients, which also knows parameters and specs.
+        config: betas, eps, weight decay and `implementation`.
+
+    Attributes:
+        choice: which implementation runs, and why not the others.
+        updates: how many updates were made.
+
+    Raises:
+        BackendError: if `config.implementation` names one that cannot run here.
+    """
+
+    def __init__(self, buffer: GradientBuffer, config: OptimConfig) -> None:
+        self.buffer = buffer
+        self.updates = 0
+        self._state: list[tuple[str, Tensor, ShardSpec]] = []
+        self._rounded: list[tuple[nn.Parameter, Tensor]] = []
+        """(parameter, master) of those that have a copy."""
+        slots = [slot for group in buffer.flat for slot in self._slots(group)]
+        self._backend, self.choice = choose(slots, config)
+
+    def step(self, lr: float) -> None:
+        """Update every parameter once from the reduced (and clipped) gradients.
+
+        Raises:
+            UsageError: if the gradients have not been reduced.
+        """
+        if not self.buffer.reduced:
+            raise UsageError(
+                "step() before buffer.reduce(): each replica would go its own way. Call reduce() first."
+            )
+        self._backend.step(lr)
+        self.updates += 1
+        self._round()
+
+    def state(self) -> Iterator[tuple[str, Tensor, ShardSpec]]:
+        """(global name, this rank's shard, spec) of every moment and every separate master.
+
+        The tensors are the live ones: copying into them loads the state. Specs are those of the parameters
+        under the state's names, so a checkpoint of them can be read at any layout. `updates` is not a tensor
+        and is saved beside them.
+        """
+        yield from self._state
+
+    @torch.no_grad()
+    def loaded(self, updates: int) -> None:
+        """Go on from state that was copied into the tensors of `state()`, after `updates` updates."""
+        self.updates = updates
+        self._backend.set_updates(updates)
+        self._round()
+
+    @torch.no_grad()
+    def refresh_masters(self) -> None:
+        """Take masters from the parameters: after weights alone were loaded into the model."""
+        for parameter, master in self._rounded:
+            master.copy_(parameter)
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        if self._rounded:
+            parameters, masters = zip(*self._rounded, strict=True)
+            torch._foreach_copy_(parameters, masters)
+
+    def _slots(self, group: FlatGroup) -> Iterator[Slot]:
+        exp_avg, exp_avg_sq = torch.zeros_like(group.data), torch.zeros_like(group.data)
+        copied = any(segment.parameter.dtype != group.data.dtype for segment in group.segments)
+        masters = torch.zeros_like(group.data) if copied else None
+        for segment in group.segments:
+            parameter = segment.parameter
+            own = parameter.dtype == group.data.dtype
+            slot = Slot(
+                master=parameter.detach() if own or masters is None else segment.view(masters),
+                grad=segment.view(group.data),
+                exp_avg=segment.view(exp_avg),
+                exp_avg_sq=segment.view(exp_avg_sq),
+                decay=segment.spec.decay,
+            )
+            named = {EXP_AVG: slot.exp_avg, EXP_AVG_SQ: slot.exp_avg_sq}
+            if not own:
+                with torch.no_grad():
+                    slot.master.copy_(parameter)
+                self._rounded.append((parameter, slot.master))
+                named[MASTER] = slot.master
+            for prefix, tensor in named.items():
+                self._state.append((f"{prefix}.{segment.spec.name}", tensor, _renamed(segment.spec, prefix)))
+            yield slot
+
+
+def _renamed(spec: ShardSpec, prefix: str) -> ShardSpec:
+    return replace(spec, name=f"{prefix}.{spec.name}", kind="buffer", decay=False)
