@@ -7,7 +7,6 @@ buffer, not a parameter: no gradient, no optimiser, no decay; identical on all r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Self
 
 import torch
 from jaxtyping import Float, Int
@@ -39,7 +38,7 @@ class PreciseBuffers(nn.Module):
     `module.bfloat16()` leaves such a buffer as it is, storage included; `module.double()` widens it.
     """
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PreciseBuffers:
         owned = {name: buffer for name, buffer in self._buffers.items() if hasattr(buffer, "shard_spec")}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, before in owned.items():
@@ -100,7 +99,8 @@ def update_expert_biases(
     biases = [_bias_of(module) for module in modules]
     if len(biases) != len(routed):
         raise ConfigError(
-            f"each router needs its counts: len(modules)={len(biases)}, len(routed)={len(routed)}. Give one each."
+            f"each router needs its counts: len(modules)={len(biases)}, len(routed)={len(routed)}. "
+            "Give one each."
         )
     if not biases:
         return
