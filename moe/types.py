@@ -129,7 +129,7 @@ class ExpertFunction(Protocol):
 class MoEOutput:
     """What one mixture-of-experts layer returns."""
 
-    tokens: Float[Tensor, "T H"]
+    tokens: Float[Tensor, "B S H"]
     stats: RouterStats
     routing: Routing
     """The routing that was used (to replay, verify or inspect)."""

@@ -11,15 +11,19 @@ from isozyme.moe.types import Dispatched
 
 
 def weighted_swiglu(
-    gate_up: Float[Tensor, "R F2"], probs: Float[Tensor, "R"], dtype: torch.dtype
+    gate_up: Float[Tensor, "R F2"], probs: Float[Tensor, "R"] | None, dtype: torch.dtype
 ) -> Float[Tensor, "R F"]:
     """`silu(gate) * up * prob`, computed in at least fp32 and rounded once, to `dtype`.
 
-    The left half of `gate_up` is the gate. SwiGLU: Shazeer, "GLU variants improve transformer", 2020.
+    The left half of `gate_up` is the gate; without `probs` every row weighs one. SwiGLU: Shazeer, "GLU
+    variants improve transformer", 2020 (arXiv 2002.05202).
     """
     wide = torch.promote_types(gate_up.dtype, torch.float32)
     gate, up = gate_up.to(wide).chunk(2, dim=-1)
-    return (F.silu(gate) * up * probs.to(wide)[:, None]).to(dtype)
+    product = F.silu(gate) * up
+    if probs is not None:
+        product = product * probs.to(wide)[:, None]
+    return product.to(dtype)
 
 
 def fill_rows(rows: Float[Tensor, "N H"], total: int) -> Float[Tensor, "R H"]:
