@@ -64,14 +64,27 @@ def compose(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
 
 def compose_with_origins(recipe: str, overrides: Sequence[str] = ()) -> Composed:
     """As `compose`, with the origin of every value."""
-    rules = Rules(f"recipe {recipe}")
-    given = _recipe_layers(recipe)
+    return _compose(f"recipe {recipe}", _defaults(Path(recipe).stem), _recipe_layers(recipe), overrides)
+
+
+def compose_stored(stored: Mapping[str, Any], where: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """A configuration that a run has stored (as nested plain values), with overrides on top.
+
+    Raises:
+        ConfigError: as `compose`; also if the stored one comes from another version with other keys.
+    """
+    return _compose(f"configuration in {where}", _defaults("run"), [Layer(dict(stored))], overrides).config
+
+
+def _compose(subject: str, defaults: Layer, given: list[Layer], overrides: Sequence[str]) -> Composed:
+    """Merge the layers and the overrides, and convert; everything that is wrong is raised at once."""
+    rules = Rules(subject)
     for override in overrides:
         try:
             given.append(_override_layer(override))
         except ConfigError as error:
             rules.check(False, str(error))
-    layers = [_defaults(Path(recipe).stem)]
+    layers = [defaults]
     for layer in given:
         layers += [*_preset_layer(layer, rules), layer]
     tree = _merge(layers)

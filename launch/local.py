@@ -20,7 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import TCPStore  # type: ignore[attr-defined]
 
 from isozyme.core.topology import Topology
 from isozyme.launch import failures
@@ -48,9 +48,7 @@ def run_ranks(command: Sequence[str], topology: Topology, *, save_s: float = _SA
     Returns:
         The exit code of the run, as `isozyme.launch.failures` lists them.
     """
-    store = dist.TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
-    )
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     with tempfile.TemporaryDirectory(prefix="isozyme-errors-") as folder:
         first = RankEnvironment(
             rank=0,
@@ -148,9 +146,10 @@ def _rank_env(rank: RankEnvironment, folder: Path) -> Mapping[str, str]:
     env[PARENT] = str(os.getpid())
     env[ERROR_FOLDER] = str(folder)
     env["TORCHELASTIC_USE_AGENT_STORE"] = (
-        "True"  # torch: MASTER_PORT is a store that exists; rank 0 joins it too
+        "True"  # torch: the store at MASTER_PORT exists; rank 0 joins it too
     )
-    env["OMP_NUM_THREADS"] = str(threads_per_rank(rank.local_world_size))
+    env["TORCHELASTIC_RESTART_COUNT"] = "0"
+    env.setdefault("OMP_NUM_THREADS", str(threads_per_rank(rank.local_world_size)))
     return env
 
 

@@ -76,7 +76,7 @@ def step_record(
 
 
 def shares(routed: Int[Tensor, "L E"]) -> list[list[float]]:
-    """The share of each layer's slots that each expert got; a layer's shares sum to one (zero if it had none)."""
+    """The share of each layer's slots that each expert got; a layer's shares sum to one."""
     total = routed.sum(dim=1, keepdim=True).clamp(min=1)
     return [[round(share, 6) for share in layer] for layer in (routed.double() / total).tolist()]
 

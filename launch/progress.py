@@ -10,6 +10,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from isozyme.launch.step import StepResult
 
 
+def _console() -> Console:
+    """Standard output: as wide as the terminal, or 120 columns in a log file."""
+    console = Console(highlight=False, soft_wrap=True)
+    return console if console.is_terminal else Console(highlight=False, soft_wrap=True, width=120)
+
+
 class Display:
     """The progress of one run, shown by rank 0 and by no other.
 
@@ -21,7 +27,7 @@ class Display:
     """
 
     def __init__(self, *, shown: bool, total: int, start: int = 0, console: Console | None = None) -> None:
-        self.console = console or Console(highlight=False, soft_wrap=True)
+        self.console = console or _console()
         self._shown = shown
         self._total = total
         self._bar: Progress | None = None
@@ -47,9 +53,7 @@ class Display:
         if self._bar is not None:
             self._bar.stop()
 
-    def step(
-        self, step: int, result: StepResult, *, lr: float, tokens_per_s: float, logged: bool
-    ) -> None:
+    def step(self, step: int, result: StepResult, *, lr: float, tokens_per_s: float, logged: bool) -> None:
         """Show a finished step; in a log file only if it is `logged`."""
         if not self._shown:
             return

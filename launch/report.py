@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from jaxtyping import Int
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
@@ -40,9 +39,11 @@ class Summary:
 
 def closing_table(summary: Summary) -> Table:
     """The summary as a table of two columns."""
-    table = Table(title=f"{summary.name}: {summary.steps} steps, {summary.ranks} ranks ({summary.layout})")
-    table.add_column("", no_wrap=True)
-    table.add_column("", overflow="fold")
+    ranks = count(summary.ranks, "rank")
+    title = f"{summary.name}: {count(summary.steps, 'step')}, {ranks} ({summary.layout})"
+    table = Table(title=title, show_header=False, title_justify="left")
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     held_out, markov = summary.evaluation.bits_per_base, summary.markov
     difference = markov.bits_per_base - held_out
     verdict = f"{abs(difference):.4f} {'below' if difference >= 0 else 'above'} the baseline"
@@ -52,7 +53,7 @@ def closing_table(summary: Summary) -> Table:
         "held-out", f"{held_out:.4f} bits per base over {summary.evaluation.labels:,} bases, {verdict}"
     )
     table.add_row("Markov baseline", f"{markov.bits_per_base:.4f} bits per base (order {markov.order})")
-    table.add_row("speed", f"{summary.tokens_per_s:,.0f} tokens/s ({summary.ranks} ranks together)")
+    table.add_row("speed", f"{summary.tokens_per_s:,.0f} tokens/s ({ranks})")
     for layer, line in enumerate(load_lines(summary.routed)):
         table.add_row(f"expert load, MoE layer {layer}", line)
     slots = int(summary.routed.sum())
@@ -62,6 +63,33 @@ def closing_table(summary: Summary) -> Table:
     for what, why in summary.choices.items():
         table.add_row(what, why)
     return table
+
+
+def grouped_choices(by_layer: Mapping[str, str]) -> dict[str, str]:
+    """What every layer runs, said once for all layers that agree.
+
+    >>> grouped_choices({"layers.0.moe.experts": "loop", "layers.1.moe.experts": "loop"})
+    {'experts': 'loop'}
+    """
+    found: dict[str, dict[str, list[str]]] = {}
+    for name, words in by_layer.items():
+        layer, part = name.removeprefix("layers.").split(".", 1)[0], name.rsplit(".", 1)[-1]
+        found.setdefault(part, {}).setdefault(words, []).append(layer)
+    return {
+        part: next(iter(said))
+        if len(said) == 1
+        else "; ".join(f"{words} (layers {', '.join(layers)})" for words, layers in said.items())
+        for part, said in found.items()
+    }
+
+
+def count(number: int, noun: str) -> str:
+    """A number with its noun.
+
+    >>> count(1, "rank"), count(1200, "rank")
+    ('1 rank', '1,200 ranks')
+    """
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def load_lines(routed: Int[Tensor, "L E"]) -> list[str]:
@@ -77,11 +105,3 @@ def load_lines(routed: Int[Tensor, "L E"]) -> list[str]:
         low, mean, high = (float(x) for x in (part.min(), part.mean(), part.max()))
         lines.append(f"min {low:.1f} %, mean {mean:.1f} %, max {high:.1f} %")
     return lines
-
-
-def print_table(summary: Summary, console: Console) -> None:
-    """Print the closing table; outside a terminal at a width that keeps lines whole."""
-    if console.is_terminal:
-        console.print(closing_table(summary))
-    else:
-        console.print(closing_table(summary), width=120)

@@ -18,21 +18,13 @@ import torch
 from isozyme.core import accelerators, transformer_engine
 from isozyme.core.config import RunConfig
 from isozyme.core.errors import BackendError, ConfigError, Rules
-from isozyme.launch.environment import RankEnvironment
 from isozyme.models.decoder import unsupported_layout
+from isozyme.moe.experts.registry import ExpertSetting, choose_backend
 
 PARAMETER_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 )
 """Precisions that are a dtype of parameters and activations; any other keeps bf16 around its GEMMs."""
-
-PRECISIONS_OF_EXPERTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "loop": ("fp64", "fp32", "bf16"),
-        "grouped_mm": ("fp32", "bf16"),
-    }
-)
-"""The expert backends that can be chosen today, and the precisions that each computes in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +101,7 @@ def check(
             + ". Use device=cpu, or a layout of fewer ranks.",
         )
     lacking.extend(_precision_problems(config, machine, device))
-    lacking.extend(_experts_problems(config, machine, device))
+    lacking.extend(_experts_problems(config, device))
     lacking.extend(_optimiser_problems(config, machine, device))
     if broken.broken:
         broken.extend(lacking.broken)
@@ -119,13 +111,6 @@ def check(
         head = f"{config.name}: this machine lacks {count} thing{'s' if count > 1 else ''} that the run needs"
         raise BackendError("\n  - ".join([head, *lacking.broken]))
     return Choice(device=device, why_device=why, dtype=PARAMETER_DTYPES.get(config.precision, torch.bfloat16))
-
-
-def check_world(config: RunConfig, place: RankEnvironment, machine: Machine) -> Choice:
-    """`check` in a process that a launcher has made a rank."""
-    return check(
-        config, machine, world_size=place.world_size, local_world_size=place.local_world_size
-    )  # fmt: skip
 
 
 def choose_device(config: RunConfig, machine: Machine, ranks: int) -> tuple[str, str]:
@@ -197,36 +182,23 @@ def _precision_problems(config: RunConfig, machine: Machine, device: str) -> lis
     return problems
 
 
-def _experts_problems(config: RunConfig, machine: Machine, device: str) -> list[str]:
-    """Why the named expert backend cannot run, or no backend computes in the precision."""
-    experts, precision = config.model.moe.experts, config.precision
-    if experts in ("te", "te_fused"):
-        reason = machine.no_cuda if not machine.cuda_devices else machine.no_transformer_engine()
-        if reason is None and device == "cpu":
-            reason = "the run is on the CPU"
-        if reason is not None:
-            return [
-                f"the expert backend {experts} needs Transformer Engine on a CUDA device: "
-                f"model.moe.experts={experts}, device={device}; {reason}. Use auto, grouped_mm or loop."
-            ]
-    able = [name for name, precisions in PRECISIONS_OF_EXPERTS.items() if precision in precisions]
-    legal = ", ".join(sorted({p for ps in PRECISIONS_OF_EXPERTS.values() for p in ps}))
-    if experts == "auto":
-        if able:
-            return []
-        return [f"no expert backend computes in {precision} yet: precision={precision}. Choose from {legal}."]
-    if experts not in PRECISIONS_OF_EXPERTS:
-        return [
-            f"the expert backend {experts} is not available yet: model.moe.experts={experts}. "
-            f"Choose from auto, {', '.join(PRECISIONS_OF_EXPERTS)}."
-        ]
-    if experts not in able:
-        can = ", ".join(PRECISIONS_OF_EXPERTS[experts])
-        return [
-            f"the expert backend {experts} does not compute in {precision}: model.moe.experts={experts}, "
-            f"precision={precision}; it computes in {can}. Choose one of these"
-            + (f", or model.moe.experts={' or '.join(able)}." if able else ".")
-        ]
+def _experts_problems(config: RunConfig, device: str) -> list[str]:
+    """Why the named expert backend (with `auto`: every one) cannot run here, in the registry's own words."""
+    model, layout = config.model, config.layout
+    if "M" not in model.layer_kinds():
+        return []
+    setting = ExpertSetting(
+        device=torch.device(device),
+        dtype=PARAMETER_DTYPES.get(config.precision, torch.bfloat16),
+        num_local_experts=max(model.moe.router.num_experts // max(layout.ep, 1), 1),
+        hidden=model.hidden,
+        ffn=model.moe.ffn // max(layout.etp, 1),
+        precision=config.precision,
+    )
+    try:
+        choose_backend(model.moe.experts, setting)
+    except BackendError as error:
+        return [f"model.moe.experts={model.moe.experts}: {error}".replace("\n", "\n    ")]
     return []
 
 

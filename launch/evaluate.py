@@ -1,0 +1,142 @@
+"""Bits per base: a model's cross-entropy on bases it was not trained on, each base a label at most once."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from isozyme.core.batch import Batch
+from isozyme.core.errors import CheckpointError, DataError
+from isozyme.core.genome.schedule import evaluation_indices
+from isozyme.core.genome.split import Region
+from isozyme.core.genome.store import Genome
+from isozyme.core.genome.stream import TokenStream
+from isozyme.core.genome.windows import BLANK, HeldOutWindows
+from isozyme.core.topology import Layout, Topology
+from isozyme.launch.compose import compose_stored
+from isozyme.launch.requirements import Machine, check
+from isozyme.models.decoder import build_model
+from isozyme.models.types import Chunk, ModelOutput
+from isozyme.parallel.process_groups import ProcessGroups, SingleWorld
+from isozyme.parallel.weights import METADATA, load_weights
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How well a model predicts some bases."""
+
+    bits_per_base: float
+    labels: int
+    """The bases predicted: labels that are A, C, G or T."""
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, batches: Iterable[Batch], groups: ProcessGroups, device: torch.device
+) -> Evaluation:
+    """The mean cross-entropy in bits over all valid labels of all ranks' batches.
+
+    All ranks call it together, each with as many batches (padding alone where windows have run out), since
+    the experts' ranks exchange tokens. The model is left in the mode (training or not) it was in.
+
+    Raises:
+        DataError: if no label is valid.
+    """
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    training = model.training
+    model.eval()
+    try:
+        for batch in batches:
+            there = batch.to(device)
+            output: ModelOutput = model(there)
+            assert output.loss_sum is not None
+            sums += torch.stack([output.loss_sum.double(), there.label_valid.sum().double()])
+    finally:
+        model.train(training)
+    nats, labels = groups["cp", "dp"].all_reduce(sums).tolist()
+    if not labels:
+        raise DataError("there is nothing to predict: no label of the evaluated windows is A, C, G or T.")
+    return Evaluation(nats / labels / math.log(2), int(labels))
+
+
+def chosen_windows(available: int, wanted: int | None) -> list[int]:
+    """Which held-out windows an evaluation reads: all, or `wanted` of them evenly spread.
+
+    >>> chosen_windows(10, 3)
+    [0, 3, 6]
+    """
+    count = available if wanted is None else min(wanted, available)
+    return [index * available // count for index in range(count)]
+
+
+def held_out_batches(
+    windows: HeldOutWindows, chosen: Sequence[int], groups: ProcessGroups, micro_batch: int
+) -> Iterator[Batch]:
+    """This rank's micro-batches of the chosen windows, one for each call of the model."""
+    plan = evaluation_indices(len(chosen), groups.coordinates["dp"], groups.topology.size("dp"), micro_batch)
+    for places in plan:
+        yield windows.batch([chosen[place] if place != BLANK else BLANK for place in places])
+
+
+def evaluate_file(weights: str, fasta: str, overrides: Sequence[str] = ()) -> list[str]:
+    """Score a whole FASTA file with the weights of a run, in this process alone.
+
+    Args:
+        weights: a `weights.safetensors` of a run; its header holds the configuration.
+        fasta: path of the genome.
+        overrides: `key=value` on top of that configuration, such as data.window=1024 or device=cpu.
+
+    Returns:
+        Lines of text: the result, and what ran.
+
+    Raises:
+        CheckpointError: the weights are missing, damaged or of another model.
+        DataError: the FASTA file is missing or malformed.
+    """
+    stored = read_metadata(Path(weights))
+    config = compose_stored(stored["config"], weights, [*overrides, f"data.fasta={fasta}"])
+    alone = replace(config, layout=Layout())
+    choice = check(alone, Machine.here())
+    device = torch.device(choice.device)
+    groups = ProcessGroups(Topology(alone.layout), SingleWorld())
+    with TemporaryDirectory(prefix="isozyme-genome-") as temporary:
+        genome = Genome.open(alone.data.fasta, alone.data.cache or temporary)
+        whole = [Region(contig, 0, length) for contig, length in enumerate(genome.lengths)]
+        windows = HeldOutWindows(TokenStream(genome, whole), window=alone.data.window)
+        model = build_model(alone, groups, Chunk.whole(alone.model.num_layers), device, choice.dtype)
+        load_weights(weights, model, groups)
+        batches = held_out_batches(windows, range(len(windows)), groups, alone.train.micro_batch)
+        result = evaluate(model, batches, groups, device)
+    return [
+        f"{result.bits_per_base:.4f} bits per base over {result.labels:,} bases of {fasta}",
+        f"weights {weights} (step {stored.get('step')}), window {alone.data.window}, {choice.device} "
+        f"({choice.why_device})",
+    ]
+
+
+def read_metadata(path: Path) -> dict[str, Any]:
+    """What a run wrote into the header of its weights: configuration, step, digest of the genome.
+
+    Raises:
+        CheckpointError: if there is no such file, or it holds no such header.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            found: dict[str, Any] = json.loads((file.metadata() or {})[METADATA])
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"weights must be a readable safetensors file: {path}; {error}.") from error
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(
+            f"weights must carry the configuration of their run: the header of {path} has no {METADATA!r}. "
+            "Give the weights.safetensors that isozyme train wrote."
+        ) from error
+    return found
