@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from einops import rearrange, repeat
+from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -60,15 +60,15 @@ def attend(
         v: values of M heads.
         mask: which keys a query sees; None for causal, which has the faster kernels.
     """
-    group = q.shape[2] // k.shape[2]
     q, k, v = (rearrange(x, "b s n d -> b n s d") for x in (q, k, v))
-    if mask is None:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=group > 1)
-    else:
-        # torch's memory-efficient kernel takes a mask but no grouped heads; else S x S scores of every head
-        # would be written out.
-        k, v = (repeat(x, "b m s d -> b (m group) s d", group=group) for x in (k, v))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])
+    out = F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=None if mask is None else mask[:, None],
+        is_causal=mask is None,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
     return rearrange(out, "b n s d -> b s n d")
 
 

@@ -48,6 +48,7 @@ class Block(nn.Module):
                 seed=builder.seed,
                 init_std=std,
                 output_std=output_std,
+                precision=builder.precision,
                 device=builder.device,
                 dtype=builder.dtype,
             )
@@ -73,4 +74,4 @@ class Block(nn.Module):
             assert self.mlp is not None
             return x + self.mlp(normed), None
         output: MoEOutput = self.moe(normed, token_valid, routing_override)
-        return x + output.tokens.view_as(x), output
+        return x + output.tokens, output

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from isozyme.core.config import Precision
 from isozyme.core.initialisation import Init
 from isozyme.parallel.parameters import create_parameter
 from isozyme.parallel.process_groups import ProcessGroups
@@ -25,6 +26,8 @@ class Builder:
     seed: int
     device: torch.device
     dtype: torch.dtype
+    precision: Precision | None = None
+    """Precision of the experts' matrix products; that of `dtype` if None."""
 
     def parameter(self, spec: ShardSpec) -> nn.Parameter:
         """This rank's shard of the tensor that `spec` describes, initialised by its global name."""

@@ -27,8 +27,8 @@ def unsupported_layout(layout: Layout) -> list[str]:
     """Why this model cannot run at `layout` yet, one message an axis; empty if it can."""
     return [
         f"not available yet: layout.{axis}={size} for isozyme.models.decoder. Use layout.{axis}=1; "
-        "dp and ep are unrestricted."
-        for axis, size in (("tp", layout.tp), ("cp", layout.cp), ("pp", layout.pp), ("etp", layout.etp))
+        "dp, ep and etp are free."
+        for axis, size in (("tp", layout.tp), ("cp", layout.cp), ("pp", layout.pp))
         if size > 1
     ]
 
@@ -42,7 +42,7 @@ def build_model(
     values as that part of the whole model, at every layout.
 
     Args:
-        config: the run; its `model` and `seed` are used.
+        config: the run; its `model`, `seed` and `precision` are used.
         groups: this rank's communicators.
         chunk: the layers to build, and whether with embedding and head.
         device: where the parameters live.
@@ -51,6 +51,7 @@ def build_model(
     Raises:
         ConfigError: if the model's configuration is broken, the layout is not available, or the chunk names
             layers that the model lacks.
+        BackendError: if the experts' backend cannot run here, or not in `config.precision`.
     """
     model, rules = config.model, Rules(config.name)
     rules.extend(unsupported_layout(groups.topology.layout))
@@ -62,7 +63,7 @@ def build_model(
         f"Choose them from 0 to {depth - 1}.",
     )
     rules.raise_if_broken()
-    builder = Builder(groups=groups, seed=config.seed, device=device, dtype=dtype)
+    builder = Builder(groups=groups, seed=config.seed, device=device, dtype=dtype, precision=config.precision)
     return Decoder(builder, model, chunk)
 
 
@@ -86,6 +87,16 @@ class Decoder(nn.Module):
         if chunk.has_head:
             self.final_norm = RMSNorm(builder, "final_norm", config.hidden, eps=config.norm_eps)
             self.head = Head(builder, config, self.embedding)
+
+    @property
+    def choices(self) -> dict[str, str]:
+        """What each expert layer's `auto` settings became and why, as `layers.3.moe.experts` → words."""
+        return {
+            f"layers.{index}.moe.{part}": choice
+            for index, block in self._blocks()
+            if block.moe is not None
+            for part, choice in block.moe.choices.items()
+        }
 
     def forward(
         self,
@@ -143,12 +154,17 @@ class Decoder(nn.Module):
         context = Context.of(batch, self.config, x.dtype)
         overrides = self._overrides(routing_override)
         outputs: list[MoEOutput] = []
-        for block in self.layers.values():
+        for _, block in self._blocks():
             override = next(overrides) if block.moe is not None else None
             x, output = block(x, context, batch.token_valid, override)
             if output is not None:
                 outputs.append(output)
         return x if self.final_norm is None else self.final_norm(x), outputs
+
+    def _blocks(self) -> Iterator[tuple[str, Block]]:
+        for index, block in self.layers.items():
+            assert isinstance(block, Block)
+            yield index, block
 
     def _input(self, batch: Batch, hidden: Tensor | None) -> Tensor:
         if self.embedding is not None and hidden is None:
@@ -162,7 +178,7 @@ class Decoder(nn.Module):
         )
 
     def _overrides(self, given: Sequence[Routing] | None) -> Iterator[Routing | None]:
-        count = sum(block.moe is not None for block in self.layers.values())
+        count = sum(block.moe is not None for _, block in self._blocks())
         if given is None:
             return iter([None] * count)
         if len(given) != count:

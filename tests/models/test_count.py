@@ -29,6 +29,7 @@ def test_mixtral_has_the_published_number_of_parameters() -> None:
         {"pattern": "D"},
         {"pattern": "M", "head_dim": 6},
         {"num_kv_heads": 4, "num_layers": 1},
+        {"moe": dataclasses.replace(tiny().model.moe, shared_ffn=8)},
     ],
 )
 def test_the_count_equals_the_parameters_of_a_built_model(changes: dict[str, object]) -> None:

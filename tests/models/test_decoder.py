@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from isozyme.core.config import RunConfig
-from isozyme.core.errors import ConfigError
+from isozyme.core.errors import BackendError, ConfigError
 from isozyme.core.topology import Layout
 from isozyme.models.decoder import Decoder, build_model, unsupported_layout
 from isozyme.models.types import Chunk, Model
@@ -187,6 +187,18 @@ def test_a_model_cast_after_it_was_built_equals_one_built_so() -> None:
     assert torch.equal(built(batch).loss_sum, cast(batch).loss_sum)
 
 
+def test_the_choices_of_each_expert_layer_are_told() -> None:
+    choices = whole(tiny()).choices
+    assert set(choices) == {f"layers.{i}.moe.{part}" for i in (1, 2) for part in ("dispatcher", "experts")}
+    assert "loop" in choices["layers.1.moe.experts"]
+
+
+def test_a_precision_that_no_backend_has_is_refused() -> None:
+    config = dataclasses.replace(tiny(), precision="fp8_block")
+    with pytest.raises(BackendError, match="fp8_block"):
+        whole(config, torch.bfloat16)
+
+
 def test_replaying_the_own_routing_changes_nothing() -> None:
     model, batch = whole(tiny()), random_batch()
     first = model(batch)
@@ -211,11 +223,11 @@ def test_the_seed_decides_the_weights() -> None:
         assert "norm" in spec_of(a).name or not torch.equal(a, c)
 
 
-@pytest.mark.parametrize("axis", ["tp", "cp", "pp", "etp"])
+@pytest.mark.parametrize("axis", ["tp", "cp", "pp"])
 def test_axes_that_do_not_exist_yet_are_refused_by_name(axis: str) -> None:
     (message,) = unsupported_layout(Layout(**{axis: 2}))
     assert message.startswith(f"not available yet: layout.{axis}=2")
-    assert not unsupported_layout(Layout(dp=4, ep=2))
+    assert not unsupported_layout(Layout(dp=4, ep=2, etp=2))
 
 
 @pytest.mark.parametrize(
