@@ -10,10 +10,13 @@ import functools
 import importlib.util
 import os
 import sys
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import torch
 
+from isozyme.core.config import Precision
 from isozyme.core.errors import BackendError
 
 FUSED_GROUPED_MLP_SWITCH = "NVTE_CUTEDSL_FUSED_GROUPED_MLP"
@@ -32,24 +35,12 @@ def why_not() -> str | None:
     return _attempt()[1]
 
 
-def load(*, fused_grouped_mlp: bool = False) -> ModuleType:
+def load() -> ModuleType:
     """The module `transformer_engine.pytorch`.
 
-    Args:
-        fused_grouped_mlp: ask for the fused grouped MLP kernel. Its switch is read when Transformer Engine is
-            imported, so this must be the first import in the process, or the switch must be set already.
-
     Raises:
-        BackendError: if Transformer Engine cannot be used here, or was imported without the switch.
+        BackendError: if Transformer Engine cannot be used here.
     """
-    if fused_grouped_mlp and os.environ.get(FUSED_GROUPED_MLP_SWITCH) != "1":
-        if "transformer_engine.pytorch" in sys.modules:
-            raise BackendError(
-                f"the fused grouped MLP needs {FUSED_GROUPED_MLP_SWITCH}=1 before Transformer Engine is "
-                f"imported, and it has been imported without. Set {FUSED_GROUPED_MLP_SWITCH}=1 in the "
-                "environment."
-            )
-        os.environ[FUSED_GROUPED_MLP_SWITCH] = "1"
     reason = why_not()
     if reason is not None:
         raise BackendError(f"Transformer Engine cannot be used: {reason}. Choose another backend, or `auto`.")
@@ -58,11 +49,48 @@ def load(*, fused_grouped_mlp: bool = False) -> ModuleType:
     return module
 
 
+def fused_switch_is_set() -> bool:
+    """Whether Transformer Engine was, or will be, imported with its fused grouped MLP switched on."""
+    if "transformer_engine.pytorch" not in sys.modules:
+        return os.environ.get(FUSED_GROUPED_MLP_SWITCH, "1") == "1"
+    return os.environ.get(FUSED_GROUPED_MLP_SWITCH) == "1"
+
+
 @functools.cache
 def _attempt() -> tuple[ModuleType | None, str | None]:
-    """The module, or the reason why its import failed; tried once, as a failed import leaves parts behind."""
+    """The module, or the reason why its import failed; tried once, as a failed import leaves parts behind.
+
+    The switch of the fused grouped MLP is read during the import, so it is set here, unless the user has set
+    it. It only lets Transformer Engine recognise the pattern; nothing else changes.
+    """
+    if "transformer_engine.pytorch" not in sys.modules:
+        os.environ.setdefault(FUSED_GROUPED_MLP_SWITCH, "1")
     try:
         import transformer_engine.pytorch
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
         return None, f"import transformer_engine.pytorch failed: {type(error).__name__}: {error}"
     return transformer_engine.pytorch, None
+
+
+def recipe_for(precision: Precision) -> Any:
+    """Transformer Engine's recipe object for a quantised precision.
+
+    Delayed scaling keeps its amax to itself: reducing it over all ranks, as is the default, would make a rank
+    that skips a layer hang the others.
+
+    Raises:
+        BackendError: if Transformer Engine cannot be used here.
+        ValueError: if the precision is not one of Transformer Engine's.
+    """
+    load()
+    from transformer_engine.common import recipe
+
+    makers: dict[str, Callable[[], Any]] = {
+        "fp8_current": recipe.Float8CurrentScaling,
+        "fp8_delayed": lambda: recipe.DelayedScaling(reduce_amax=False),
+        "fp8_block": recipe.Float8BlockScaling,
+        "mxfp8": recipe.MXFP8BlockScaling,
+    }
+    if precision not in makers:
+        raise ValueError(f"precision={precision} has no Transformer Engine recipe: {', '.join(makers)} have.")
+    return makers[precision]()

@@ -89,6 +89,36 @@ class Dispatched:
         return tuple(int(count) for count in self.tokens_per_expert.tolist())
 
 
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """Rows as they arrived at the rank of their experts, before they are grouped by expert.
+
+    A row may be for several local experts (nothing was sent twice) or for none. Within an expert, the order
+    of the rows is the order of arrival: source rank, then token.
+    """
+
+    rows: Float[Tensor, "N H"]
+    expert_ids: Int[Tensor, "N K"]
+    """Local expert of each slot, int64, in range also where it is not kept."""
+    kept: Bool[Tensor, "N K"]
+    """Slots that exist at all."""
+    probs: Float[Tensor, "N K"]
+    """Combine weight of each slot, at least fp32, with gradient."""
+    num_experts: int
+    """E_local, the experts of this rank."""
+    host_counts: tuple[int, ...] | None = None
+    """Kept slots of each local expert on the host, where the dispatcher knew them anyway."""
+    handle: Any = None
+    """What the same dispatcher's `bring_back` needs."""
+
+    def counts_on_host(self) -> tuple[int, ...]:
+        """Kept slots of each local expert as Python integers; waits for the device only if it must."""
+        if self.host_counts is not None:
+            return self.host_counts
+        flat = torch.where(self.kept, self.expert_ids, self.num_experts).flatten()
+        return tuple(torch.bincount(flat, minlength=self.num_experts + 1)[: self.num_experts].tolist())
+
+
 @runtime_checkable
 class Dispatcher(Protocol):
     """Sends token rows to the ranks that own their experts, and brings the results back.
@@ -122,6 +152,23 @@ class ExpertFunction(Protocol):
         dispatched: Dispatched,
     ) -> Float[Tensor, "R H"]:
         """Run the experts on `rows`, which are grouped as `dispatched` says."""
+        ...
+
+
+@runtime_checkable
+class ArrivalFunction(Protocol):
+    """The arithmetic of a backend that groups the rows itself, fused with what comes before and after.
+
+    For each arrived row, the sum over its kept slots of what `ExpertFunction` gives.
+    """
+
+    def __call__(
+        self,
+        arrival: Arrival,
+        gate_up: Float[Tensor, "E_local F2 H"],
+        down: Float[Tensor, "E_local H F"],
+    ) -> Float[Tensor, "N H"]:
+        """Run the experts on what arrived; the result is in the order of arrival."""
         ...
 
 

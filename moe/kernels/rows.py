@@ -72,16 +72,22 @@ def _(
 
 
 @torch.library.custom_op("isozyme::gather_rows", mutates_args=())
-def gather_rows(rows: Tensor, slot_row: Tensor) -> Tensor:
+def gather_rows(
+    rows: Tensor, slot_row: Tensor, counts: Tensor | None = None, ends: Tensor | None = None
+) -> Tensor:
     """Add up the rows of each token's kept slots, in at least fp32 and in slot order.
 
     Args:
         rows: `[R, H]`, expert-major.
         slot_row: int32 `[T, K]` from `row_map`.
+        counts: int32 `[E]` from `row_map(align > 1)`; given with `ends`, the gradient of padding rows is zero
+            rather than unspecified.
+        ends: int32 `[E]` from the same call.
 
     Returns:
         `[T, H]` in the dtype of `rows`; zeros for a token without kept slots.
     """
+    del counts, ends
     if rows.is_cuda:
         from isozyme.moe.kernels.triton_rows import launch_gather_rows
 
@@ -91,25 +97,32 @@ def gather_rows(rows: Tensor, slot_row: Tensor) -> Tensor:
 
 @gather_rows.register_fake
 @no_type_check
-def _(rows: Tensor, slot_row: Tensor) -> Tensor:
+def _(rows: Tensor, slot_row: Tensor, counts: Tensor | None = None, ends: Tensor | None = None) -> Tensor:
+    del counts, ends
     return rows.new_empty((slot_row.shape[0], rows.shape[1]))
 
 
-def _save_map(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Tensor) -> None:  # type: ignore[type-arg]
+def _save_scatter(ctx, inputs, output):  # type: ignore[no-untyped-def]
     del output
-    ctx.save_for_backward(inputs[1])
-    ctx.num_rows = inputs[0].shape[0]  # type: ignore[attr-defined]
+    _, slot_row, _, counts, ends = inputs
+    ctx.save_for_backward(slot_row, counts, ends)
 
 
-def _scatter_backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
-    (slot_row,) = ctx.saved_tensors
-    return gather_rows(grad.contiguous(), slot_row), None, None, None, None
+def _save_gather(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    del output
+    rows, slot_row, counts, ends = inputs
+    ctx.save_for_backward(slot_row, counts, ends)
+    ctx.num_rows = rows.shape[0]
 
 
-def _gather_backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
-    (slot_row,) = ctx.saved_tensors
-    return scatter_rows(grad.contiguous(), slot_row, ctx.num_rows), None
+def _scatter_backward(ctx, grad):  # type: ignore[no-untyped-def]
+    return gather_rows(grad.contiguous(), *ctx.saved_tensors), None, None, None, None
 
 
-scatter_rows.register_autograd(_scatter_backward, setup_context=_save_map)
-gather_rows.register_autograd(_gather_backward, setup_context=_save_map)
+def _gather_backward(ctx, grad):  # type: ignore[no-untyped-def]
+    slot_row, counts, ends = ctx.saved_tensors
+    return scatter_rows(grad.contiguous(), slot_row, ctx.num_rows, counts, ends), None, None, None
+
+
+scatter_rows.register_autograd(_scatter_backward, setup_context=_save_scatter)
+gather_rows.register_autograd(_gather_backward, setup_context=_save_gather)

@@ -1,0 +1,143 @@
+"""Experts by Transformer Engine's `GroupedLinear`, in bf16 or with FP8 or MXFP8 operands.
+
+The modules are built empty and compute with our storage: their weights are views of the stacks, so weights,
+optimiser and checkpoints are those of every other backend. Rows are permuted and padded to the quantiser's
+alignment in one pass, after the exchange. Its slow twin is `isozyme.moe.experts.loop`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from isozyme.core import transformer_engine
+from isozyme.core.config import Precision
+from isozyme.core.precision import TRAITS, precision_problems
+from isozyme.moe.experts.arrived import no_rows, weights_by_row
+from isozyme.moe.experts.storage import ExpertWeights
+from isozyme.moe.kernels.row_map import row_map
+from isozyme.moe.kernels.rows import gather_rows, scatter_rows
+from isozyme.moe.kernels.swiglu import swiglu_prob
+from isozyme.moe.types import Arrival
+
+
+def te_problems(
+    device: torch.device, dtype: torch.dtype, hidden: int, ffn: int, precision: Precision
+) -> list[str]:
+    """Why Transformer Engine's grouped linear layers cannot run here, in words; empty if they can.
+
+    Args:
+        device: where the weights are.
+        dtype: type of rows and weights.
+        hidden: H.
+        ffn: this rank's share of F.
+        precision: precision of the GEMMs.
+    """
+    found = []
+    reason = transformer_engine.why_not()
+    if reason is not None:
+        found.append(reason)
+    if device.type != "cuda":
+        found.append(f"its kernels run on CUDA, not on {device.type}")
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        found.append(f"it multiplies bf16, fp16 and fp32, not {str(dtype).removeprefix('torch.')}")
+    if precision == "mxfp8_emulated":
+        found.append("precision=mxfp8_emulated is plain PyTorch: use experts=mxfp8_emulated")
+    on_cuda = device.type == "cuda" and torch.cuda.is_available()
+    capability = torch.cuda.get_device_capability(device) if on_cuda else None
+    found += precision_problems(precision, capability)
+    unit = TRAITS[precision].feature_alignment
+    for name, size in (("hidden", hidden), ("ffn", ffn)):
+        if size % unit:
+            found.append(f"precision={precision} needs {name} divisible by {unit}: {name}={size}")
+    return found
+
+
+class TEExperts:
+    """The experts of one layer; call it with what arrived and the two weight stacks.
+
+    Where the parameters have a `main_grad`, weight gradients are added to it by the GEMM itself (in fp32),
+    and none flows through the graph; elsewhere they flow as usual.
+
+    Args:
+        weights: the storage, for its parameters' `main_grad`.
+        precision: precision of the GEMMs: fp32, bf16, fp8_current, fp8_block, fp8_delayed or mxfp8.
+
+    Raises:
+        BackendError: if Transformer Engine cannot be used here.
+    """
+
+    def __init__(self, weights: ExpertWeights, precision: Precision) -> None:
+        self._te = transformer_engine.load()
+        self._weights = weights
+        traits = TRAITS[precision]
+        self._alignment = traits.row_alignment
+        self._recipe = transformer_engine.recipe_for(precision) if traits.quantized else None
+        down = weights.down[0]
+        hidden, ffn = down.shape
+        count = len(weights.down)
+        self._gate_up = _EmptyGroupedLinear(self._te, count, hidden, 2 * ffn, down.dtype)
+        self._down = _EmptyGroupedLinear(self._te, count, ffn, hidden, down.dtype)
+
+    def __call__(
+        self, arrival: Arrival, gate_up: Float[Tensor, "E_local F2 H"], down: Float[Tensor, "E_local H F"]
+    ) -> Float[Tensor, "N H"]:
+        """For each arrived row the weighted sum over its local experts. Waits for the host at most once."""
+        unit = self._alignment
+        splits = [-(-count // unit) * unit for count in arrival.counts_on_host()]
+        if sum(splits) == 0:
+            return no_rows(arrival, gate_up, down)
+        slot_row, counts, ends = row_map(arrival.expert_ids, arrival.kept, len(splits), unit)
+        rows = scatter_rows(arrival.rows, slot_row, sum(splits), counts, ends)
+        weights = weights_by_row(arrival.probs, slot_row, sum(splits))
+        with self._autocast():
+            hidden = self._gate_up(rows, splits, gate_up, tuple(self._weights.gate_up))
+            middle = swiglu_prob(hidden, weights)
+            result = self._down(middle, splits, down, tuple(self._weights.down))
+        return gather_rows(result, slot_row, counts, ends)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self._recipe is None:
+            return nullcontext()
+        context: AbstractContextManager[Any] = self._te.autocast(enabled=True, recipe=self._recipe)
+        return context
+
+
+class _EmptyGroupedLinear:
+    """A `te.GroupedLinear` without weights of its own."""
+
+    def __init__(self, te: Any, count: int, inputs: int, outputs: int, dtype: torch.dtype) -> None:
+        self._module = te.GroupedLinear(count, inputs, outputs, bias=False, params_dtype=dtype, device="meta")
+        self._leaves: tuple[nn.Parameter, ...] = ()
+        for index in range(count):
+            delattr(self._module, f"weight{index}")
+            setattr(self._module, f"bias{index}", torch.empty(0, dtype=dtype, device="cuda"))
+
+    def __call__(
+        self,
+        rows: Float[Tensor, "R I"],
+        splits: list[int],
+        stack: Float[Tensor, "G O I"],
+        parameters: Sequence[nn.Parameter],
+    ) -> Float[Tensor, "R O"]:
+        fused = torch.is_grad_enabled() and all(hasattr(p, "main_grad") for p in parameters)
+        weights = self._bind_leaves(parameters, stack) if fused else stack.unbind(0)
+        self._module.fuse_wgrad_accumulation = fused
+        for index, weight in enumerate(weights):
+            self._module.__dict__[f"weight{index}"] = weight
+        result: Tensor = self._module(rows, splits)
+        return result
+
+    def _bind_leaves(self, parameters: Sequence[nn.Parameter], stack: Tensor) -> tuple[nn.Parameter, ...]:
+        """Leaves that view the stack, with our `main_grad`: so no gradient enters the graph."""
+        views = stack.detach().unbind(0)
+        if len(self._leaves) != len(views) or self._leaves[0].data_ptr() != views[0].data_ptr():
+            self._leaves = tuple(nn.Parameter(view) for view in views)
+        for leaf, parameter in zip(self._leaves, parameters, strict=True):
+            leaf.main_grad = parameter.main_grad.view(leaf.shape)  # type: ignore[attr-defined]
+        return self._leaves
