@@ -1,0 +1,67 @@
+"""The genome data of a run in one object: the genome, its split, its windows and its Markov baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from isozyme.core.batch import Batch
+from isozyme.core.config import DataConfig
+from isozyme.core.genome.markov import MarkovScore, best_markov
+from isozyme.core.genome.split import Split, split_genome
+from isozyme.core.genome.store import Genome
+from isozyme.core.genome.stream import TokenStream
+from isozyme.core.genome.windows import HeldOutWindows, WindowSampler
+
+
+@dataclass(frozen=True, eq=False)
+class GenomeData:
+    """What a trainer needs of a genome; the same on every rank."""
+
+    config: DataConfig
+    genome: Genome
+    split: Split
+    train: WindowSampler
+    held_out: HeldOutWindows
+
+    @staticmethod
+    def open(config: DataConfig, *, seed: int, cache: str | Path) -> GenomeData:
+        """Open the genome of a configuration, tokenising it into `cache` if need be.
+
+        Safe on all ranks at once; where many share a slow disk, let one call it first.
+
+        Raises:
+            DataError: the FASTA file is missing or malformed.
+            ConfigError: the genome is too short for the window, or the cache cannot be written.
+        """
+        return GenomeData.of(Genome.open(config.fasta, cache), config, seed=seed)
+
+    @staticmethod
+    def of(genome: Genome, config: DataConfig, *, seed: int) -> GenomeData:
+        """The same for a genome that is open already."""
+        split = split_genome(
+            genome.lengths, held_out=config.held_out, window=config.window, mode=config.split
+        )
+        train = WindowSampler(
+            TokenStream(genome, split.train),
+            window=config.window,
+            overlap=config.overlap,
+            seed=seed,
+            reverse_complement=config.reverse_complement,
+        )
+        held_out = HeldOutWindows(TokenStream(genome, split.held_out), window=config.window)
+        return GenomeData(config, genome, split, train, held_out)
+
+    def train_batch(self, indices: Sequence[int]) -> Batch:
+        """The training windows of some global sample indices."""
+        return self.train.batch(indices)
+
+    def held_out_batch(self, indices: Sequence[int]) -> Batch:
+        """Some held-out windows; the index `BLANK` gives padding alone."""
+        return self.held_out.batch(indices)
+
+    def markov(self, indices: Iterable[int] | None = None) -> MarkovScore:
+        """The Markov baseline on exactly the labels of these held-out windows (of all if null)."""
+        model = best_markov(self.genome, self.split.train, self.config.markov_order)
+        return model.score(self.genome, self.held_out.label_regions(indices))
