@@ -27,6 +27,9 @@ from isozyme.parallel.communicator import (
 )
 
 _OPS: dict[ReduceOp, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+# torch 2.13 renamed the two; 2.11 knows the old names only.
+_all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _MOVED_AS_BYTES = frozenset(
     dtype
     for name in ("bool", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn_x2")
@@ -197,7 +200,7 @@ class TorchCommunicator(Communicator):
         sizes = call.input_sizes
         assert sizes is not None
         if len(set(sizes)) == 1:
-            return dist.reduce_scatter_tensor(output, given, op, group=self.group, async_op=True)
+            return _reduce_scatter_single(output, given, op, group=self.group, async_op=True)
         return dist.reduce_scatter(
             output, list(given.split(list(sizes))), op, group=self.group, async_op=True
         )
@@ -206,7 +209,7 @@ class TorchCommunicator(Communicator):
         sizes = call.output_sizes
         assert sizes is not None
         if len(set(sizes)) == 1:
-            return dist.all_gather_into_tensor(output, given, group=self.group, async_op=True)
+            return _all_gather_single(output, given, group=self.group, async_op=True)
         if given.is_cuda:
             return dist.all_gather(list(output.split(list(sizes))), given, group=self.group, async_op=True)
         # gloo gathers equal shapes only; sending one's rows to each rank moves the same bytes.
@@ -238,12 +241,13 @@ class _Named:
         return None
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, CommunicationError):
+        if isinstance(error, (RuntimeError, ValueError)) and not isinstance(error, CommunicationError):
             comm = self._comm
             raise CommunicationError(
                 f"a call failed: {self._call.describe()} over {comm.name} on rank {comm.ranks[comm.rank]} of "
-                f"ranks {list(comm.ranks)}; {_first_line(error)}. A peer is gone, late by more than the "
-                "timeout, or makes another call; see the other ranks' logs."
+                f"ranks {list(comm.ranks)}; {_first_line(error)}. Unless the backend refuses the "
+                "call itself, a peer is gone, late by more than the timeout, or makes another call: see the "
+                "logs of the other ranks."
             ) from error
 
 

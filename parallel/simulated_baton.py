@@ -45,8 +45,8 @@ class Surroundings:
 
     def save(self) -> None:
         """Take over the present state of the process."""
-        self._numpy = mtrand.get_bit_generator()
         self._python = random.getstate()
+        self._numpy = mtrand.get_bit_generator()
         self._torch = torch.default_generator.get_state()
         self._cuda = [generator.get_state() for generator in _cuda_generators()]
         self._dtype = torch.get_default_dtype()
@@ -54,11 +54,11 @@ class Surroundings:
     def load(self) -> None:
         """Make this the state of the process."""
         mtrand.set_bit_generator(self._numpy)
-        random.setstate(self._python)
         torch.default_generator.set_state(self._torch)
         for generator, state in zip(_cuda_generators(), self._cuda, strict=False):
             generator.set_state(state)
         torch.set_default_dtype(self._dtype)
+        random.setstate(self._python)  # last: annotation checkers draw from this stream
 
 
 class Baton:

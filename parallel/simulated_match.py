@@ -65,7 +65,7 @@ def copy_of_input(call: Call) -> Any:
     """What a rank sends at the time of its call; later changes of the input do not reach the others."""
     if call.kind == "object":
         return pickle.dumps(call.payload)
-    return None if call.input is None else call.input.detach().clone()
+    return None if call.input is None else call.input.detach().clone(memory_format=torch.contiguous_format)
 
 
 def unchanged(post: Post) -> bool:
@@ -177,4 +177,5 @@ def _reduced(tensors: Sequence[Tensor], op: ReduceOp) -> Tensor:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
+    flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return flat.view(torch.uint8)
