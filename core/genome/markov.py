@@ -94,6 +94,21 @@ class MarkovModel:
         return -np.log2(smoothed / smoothed.sum(axis=1, keepdims=True)).reshape(-1)
 
 
+def entropy(genome: Genome, regions: Iterable[Region]) -> float:
+    """Shannon's entropy of the base frequencies of some regions, in bits per base; 0 if they hold no base.
+
+    >>> genome = Genome.from_sequences({"a": "AAAACCGT"})
+    >>> entropy(genome, [Region(0, 0, 8)])
+    1.75
+    """
+    counts = np.zeros(4, dtype=np.int64)
+    for region in regions:
+        bases = BASE_INDEX[genome.bases(region.contig, region.start, region.stop)]
+        counts += np.bincount(bases, minlength=NO_BASE + 1)[:NO_BASE]
+    shares = counts[counts > 0] / max(int(counts.sum()), 1)
+    return float(-(shares * np.log2(shares)).sum())
+
+
 def best_markov(genome: Genome, train: Sequence[Region], order: int | None = None) -> MarkovModel:
     """The Markov model of a training part; the order is chosen without a look at the held-out part.
 

@@ -170,9 +170,11 @@ class _Entry:
                 for record in read_fasta(self.path):
                     file.write(record.sequence.data)
                     lengths.append((record.name, record.sequence.size))
+                if _state(self.path) != before:
+                    raise DataError(
+                        f"a FASTA file must not change while it is read: {self.path}. Start again."
+                    )
             tokens = np.memmap(self.folder / name, dtype=np.uint8, mode="r")
-            if _state(self.path) != before:
-                raise DataError(f"a FASTA file must not change while it is read: {self.path}. Start again.")
             payload = {
                 "size": before[0],
                 "mtime_ns": before[1],

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from isozyme.core.errors import ConfigError, DataError
 from isozyme.core.genome import markov
-from isozyme.core.genome.markov import MarkovModel, best_markov
+from isozyme.core.genome.markov import MarkovModel, best_markov, entropy
 from isozyme.core.genome.split import Region
 from isozyme.core.genome.store import Genome
 
@@ -102,6 +102,12 @@ def test_the_choice_of_the_order_does_not_see_what_is_held_out() -> None:
 def test_both_strands_count_alike() -> None:
     model = MarkovModel(0).count(Genome.from_sequences({"a": "AAACC"}), [Region(0, 0, 5)])
     assert model.counts[0].tolist() == [3, 2, 2, 3]
+
+
+def test_entropy_counts_bases_of_all_regions_and_nothing_else() -> None:
+    genome = Genome.from_sequences({"a": "AANNRTTTT", "b": "CCCC"})
+    assert entropy(genome, [Region(0, 0, 5), Region(1, 2, 4)]) == 1.0
+    assert entropy(genome, [Region(0, 0, 2)]) == entropy(genome, [Region(0, 2, 5)]) == 0.0
 
 
 def test_nothing_to_predict_is_refused() -> None:

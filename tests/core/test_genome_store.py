@@ -138,6 +138,19 @@ def test_a_malformed_source_leaves_nothing_behind(tmp_path: Path) -> None:
     assert [path for path in cache.rglob("*") if path.is_file()] == []
 
 
+def test_a_source_that_changes_while_it_is_read_is_refused(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def meddle(path: Path):  # type: ignore[no-untyped-def]
+        path.write_bytes(TEXT.replace(b"GGGRC", b"GGGTC"))
+        return read_fasta(path)
+
+    monkeypatch.setattr(store, "read_fasta", meddle)
+    with pytest.raises(DataError, match="must not change while it is read"):
+        Genome.open(source, tmp_path / "cache")
+    assert [path for path in (tmp_path / "cache").rglob("*") if path.is_file()] == []
+
+
 def test_two_sources_of_one_name_do_not_meet_in_a_cache(tmp_path: Path) -> None:
     for folder, base in (("x", "A"), ("y", "C")):
         (tmp_path / folder).mkdir()
