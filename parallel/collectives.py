@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Shaped
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -42,7 +43,9 @@ from isozyme.parallel.communicator import Communicator, Pending
 Sizes = Sequence[int] | None
 
 
-def copy_to_group(x: Tensor, comm: Communicator, *, differentiable: bool = True) -> Tensor:
+def copy_to_group(
+    x: Shaped[Tensor, "*shape"], comm: Communicator, *, differentiable: bool = True
+) -> Shaped[Tensor, "*shape"]:
     """Give a replicated tensor to computations that differ between ranks.
 
     Forward: identity. Backward: all-reduce, sending 2 n (size-1)/size bytes per rank for n bytes of x.
@@ -51,7 +54,9 @@ def copy_to_group(x: Tensor, comm: Communicator, *, differentiable: bool = True)
     return _apply(_Copy, _marked(x, differentiable), comm)
 
 
-def reduce_from_group(x: Tensor, comm: Communicator, *, differentiable: bool = True) -> Tensor:
+def reduce_from_group(
+    x: Shaped[Tensor, "*shape"], comm: Communicator, *, differentiable: bool = True
+) -> Shaped[Tensor, "*shape"]:
     """Sum a varying tensor over the group into a replicated one.
 
     Forward: all-reduce, sending 2 n (size-1)/size bytes per rank. Backward: identity, which is right only if
@@ -62,8 +67,8 @@ def reduce_from_group(x: Tensor, comm: Communicator, *, differentiable: bool = T
 
 
 def gather_from_group(
-    x: Tensor, comm: Communicator, sizes: Sizes = None, *, differentiable: bool = True
-) -> Tensor:
+    x: Shaped[Tensor, "N *row"], comm: Communicator, sizes: Sizes = None, *, differentiable: bool = True
+) -> Shaped[Tensor, "R *row"]:
     """All ranks' rows, for computations that differ between ranks.
 
     Args:
@@ -81,8 +86,8 @@ def gather_from_group(
 
 
 def reduce_scatter_to_group(
-    x: Tensor, comm: Communicator, sizes: Sizes = None, *, differentiable: bool = True
-) -> Tensor:
+    x: Shaped[Tensor, "N *row"], comm: Communicator, sizes: Sizes = None, *, differentiable: bool = True
+) -> Shaped[Tensor, "R *row"]:
     """Sum a varying tensor over the group, and keep this rank's rows of the sum.
 
     Args:
@@ -100,8 +105,8 @@ def reduce_scatter_to_group(
 
 
 def split_to_group(
-    x: Tensor, comm: Communicator, sizes: Sizes = None, *, differentiable: bool = True
-) -> Tensor:
+    x: Shaped[Tensor, "N *row"], comm: Communicator, sizes: Sizes = None, *, differentiable: bool = True
+) -> Shaped[Tensor, "R *row"]:
     """This rank's rows of a replicated tensor.
 
     Args:
@@ -119,8 +124,8 @@ def split_to_group(
 
 
 def gather_replicated_from_group(
-    x: Tensor, comm: Communicator, sizes: Sizes = None, *, differentiable: bool = True
-) -> Tensor:
+    x: Shaped[Tensor, "N *row"], comm: Communicator, sizes: Sizes = None, *, differentiable: bool = True
+) -> Shaped[Tensor, "R *row"]:
     """All ranks' rows as a replicated tensor, from which all ranks compute the same.
 
     Forward: all-gather, each rank sending its rows to size-1 others. Backward: this rank's rows of the
@@ -132,13 +137,13 @@ def gather_replicated_from_group(
 
 
 def all_to_all(
-    x: Tensor,
+    x: Shaped[Tensor, "N *row"],
     comm: Communicator,
     output_splits: Sizes = None,
     input_splits: Sizes = None,
     *,
     differentiable: bool = True,
-) -> Tensor:
+) -> Shaped[Tensor, "R *row"]:
     """Send rows to each rank of the group and receive rows from each.
 
     Args:
@@ -166,7 +171,7 @@ class InFlight:
 
 
 def all_to_all_start(
-    x: Tensor,
+    x: Shaped[Tensor, "N *row"],
     comm: Communicator,
     output_splits: Sizes = None,
     input_splits: Sizes = None,
