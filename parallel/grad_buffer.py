@@ -8,7 +8,8 @@ have no gradient at all. All ranks reduce the same buckets in the same order, wh
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -190,24 +191,21 @@ class GradientBuffer:
         parameter.main_grad = main_grad  # type: ignore[attr-defined]
         parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
         parameter.grad = None
-        hook = self._accumulate(segment.spec.name, main_grad, bucket)
+        hook = partial(self._move, segment.spec.name, main_grad, bucket)
         self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
-    def _accumulate(self, name: str, main_grad: Tensor, bucket: int) -> Callable[[Tensor], None]:
-        @torch.no_grad()
-        def move(parameter: Tensor) -> None:
-            if self._reduced or len(self._pending) > bucket:
-                raise UsageError(
-                    f"a gradient of {name} came after its reduction had started. Call zero() before the "
-                    "first backward of a step, and reduce() or ready() after the last."
-                )
-            if parameter.grad_added_to_main_grad:  # type: ignore[attr-defined]
-                parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-            elif parameter.grad is not None:
-                main_grad.add_(parameter.grad)
-            parameter.grad = None
-
-        return move
+    @torch.no_grad()
+    def _move(self, name: str, main_grad: Tensor, bucket: int, parameter: Tensor) -> None:
+        if self._reduced or len(self._pending) > bucket:
+            raise UsageError(
+                f"a gradient of {name} came after its reduction had started. Call zero() before the first "
+                "backward of a step, and reduce() or ready() after the last."
+            )
+        if parameter.grad_added_to_main_grad:  # type: ignore[attr-defined]
+            parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        elif parameter.grad is not None:
+            main_grad.add_(parameter.grad)
+        parameter.grad = None
 
     def _must_be_open(self, call: str) -> None:
         if self._reduced:
@@ -233,15 +231,10 @@ class GradientBuffer:
                 digest = hashlib.blake2b(repr(mine).encode()).hexdigest()
                 if len(set(communicator.all_gather_object(digest))) == 1:
                     continue
-                first = next(
-                    (
-                        i
-                        for i, of_ranks in enumerate(zip(*communicator.all_gather_object(mine), strict=False))
-                        if len(set(of_ranks)) > 1
-                    ),
-                    None,
-                )
-                where = f"from {mine[first][0]} on" if first is not None else "in number"
+                everyone = communicator.all_gather_object(mine)
+                differ = (i for i, names in enumerate(zip(*everyone, strict=False)) if len(set(names)) > 1)
+                first = next(differ, None)
+                where = f"from {everyone[0][first][0]} on" if first is not None else "in number"
                 raise CommunicationError(
                     f"the ranks {list(communicator.ranks)} sum gradients over {communicator.name}, but their "
                     f"parameters differ {where} ({bucket.group.name}). Build the same model on all of them, "

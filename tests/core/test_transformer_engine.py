@@ -1,0 +1,104 @@
+"""Transformer Engine is imported late, and whatever its import raises becomes a reason."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from isozyme.core import transformer_engine
+from isozyme.core.errors import BackendError
+from isozyme.core.transformer_engine import FUSED_GROUPED_MLP_SWITCH, fused_switch_is_set, load, why_not
+
+
+@pytest.fixture
+def pretend(monkeypatch, tmp_path):
+    """A package called transformer_engine whose `pytorch` runs the given source, on a machine with CUDA."""
+
+    def install(source: str) -> None:
+        package = tmp_path / "transformer_engine"
+        package.mkdir()
+        (package / "__init__.py").write_text("")
+        (package / "pytorch.py").write_text(source)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    before = {name: module for name, module in sys.modules.items() if name.startswith("transformer_engine")}
+    for name in before:
+        del sys.modules[name]
+    transformer_engine._attempt.cache_clear()
+    monkeypatch.setenv(FUSED_GROUPED_MLP_SWITCH, "")  # so that it is restored afterwards
+    monkeypatch.delenv(FUSED_GROUPED_MLP_SWITCH)
+    yield install
+    for name in [name for name in sys.modules if name.startswith("transformer_engine")]:
+        del sys.modules[name]
+    sys.modules.update(before)
+    transformer_engine._attempt.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "error",
+    ["ImportError", "ModuleNotFoundError", "OSError", "FileNotFoundError", "RuntimeError", "AssertionError"],
+)
+def test_every_way_in_which_the_import_fails_becomes_a_reason(pretend, error):
+    pretend(f"raise {error}('libcudnn is missing')")
+    reason = why_not()
+    assert reason is not None
+    assert error in reason
+    assert "libcudnn is missing" in reason
+    with pytest.raises(BackendError, match="libcudnn is missing"):
+        load()
+
+
+def test_an_error_of_another_kind_is_not_hidden(pretend):
+    pretend("1 / 0")
+    with pytest.raises(ZeroDivisionError):
+        why_not()
+
+
+def test_the_module_is_returned_once_it_can_be_imported(pretend):
+    pretend("loaded = True")
+    assert why_not() is None
+    module = load()
+    assert isinstance(module, ModuleType)
+    assert module.loaded
+
+
+SEEN = f"import os; seen = os.environ.get({FUSED_GROUPED_MLP_SWITCH!r})"
+
+
+def test_the_switch_of_the_fused_kernel_is_set_before_the_import(pretend):
+    pretend(SEEN)
+    assert fused_switch_is_set()
+    assert load().seen == "1"
+    assert fused_switch_is_set()
+
+
+def test_a_switch_that_the_user_turned_off_stays_off(pretend, monkeypatch):
+    monkeypatch.setenv(FUSED_GROUPED_MLP_SWITCH, "0")
+    pretend(SEEN)
+    assert not fused_switch_is_set()
+    assert load().seen == "0"
+
+
+def test_an_import_without_the_switch_is_not_taken_for_one_with_it(pretend):
+    pretend(SEEN)
+    importlib.import_module("transformer_engine.pytorch")  # by somebody else, before us
+    assert load().seen is None
+    assert not fused_switch_is_set()
+
+
+def test_without_cuda_nothing_is_imported(pretend, monkeypatch):
+    pretend("raise SystemExit('was imported')")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    reason = why_not()
+    assert reason is not None
+    assert "CUDA device" in reason
+
+
+def test_an_absent_package_is_said_to_be_absent(monkeypatch):
+    monkeypatch.setattr(transformer_engine.importlib.util, "find_spec", lambda name: None)
+    assert why_not() == "transformer_engine is not installed"
