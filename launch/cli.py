@@ -43,9 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (IsozymeError, KeyboardInterrupt) as error:
-        return _report(error)
+        return report(error)
     except Exception as error:
-        return _report(error)
+        return report(error)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -135,7 +135,7 @@ def parse_layout(text: str) -> Layout:
     return Layout(**sizes)  # type: ignore[arg-type]
 
 
-def _report(error: BaseException) -> int:
+def report(error: BaseException) -> int:
     """Print the error, leave it where a launcher looks for it, and give the exit code."""
     from isozyme.launch import failures
     from isozyme.launch.environment import ERROR_FOLDER

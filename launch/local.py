@@ -20,7 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 
-from torch.distributed.distributed_c10d import TCPStore  # type: ignore[attr-defined]
+import torch.distributed as dist
 
 from isozyme.core.topology import Topology
 from isozyme.launch import failures
@@ -48,7 +48,13 @@ def run_ranks(command: Sequence[str], topology: Topology, *, save_s: float = _SA
     Returns:
         The exit code of the run, as `isozyme.launch.failures` lists them.
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1",
+        0,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=60),
+    )
     with tempfile.TemporaryDirectory(prefix="isozyme-errors-") as folder:
         first = RankEnvironment(
             rank=0,

@@ -187,8 +187,10 @@ def _experts_problems(config: RunConfig, device: str) -> list[str]:
     model, layout = config.model, config.layout
     if "M" not in model.layer_kinds():
         return []
+    # A CUDA device that is not there cannot be asked; "meta" stands for one whose abilities are unknown.
+    there = device == "cpu" or torch.cuda.is_available()
     setting = ExpertSetting(
-        device=torch.device(device),
+        device=torch.device(device if there else "meta"),
         dtype=PARAMETER_DTYPES.get(config.precision, torch.bfloat16),
         num_local_experts=max(model.moe.router.num_experts // max(layout.ep, 1), 1),
         hidden=model.hidden,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Int
@@ -25,6 +25,7 @@ from isozyme.parallel.grad_norm import clip_, global_norm
 from isozyme.parallel.process_groups import ProcessGroups
 
 
+@runtime_checkable
 class Updates(Protocol):
     """What a step needs of an optimiser."""
 
