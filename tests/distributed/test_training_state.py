@@ -1,0 +1,65 @@
+"""Gradients, norm, updates, checkpoints and weights over real processes are those of the simulated world."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from isozyme.core.config import OptimConfig
+from isozyme.core.topology import Layout
+from isozyme.parallel.checkpoint import load_checkpoint, save_checkpoint
+from isozyme.parallel.checkpoint_folder import find_latest
+from isozyme.parallel.grad_buffer import GradientBuffer
+from isozyme.parallel.grad_norm import clip_, global_norm
+from isozyme.parallel.optimizer import Optimizer
+from isozyme.parallel.process_groups import World
+from isozyme.parallel.shard_spec import named_shards
+from isozyme.parallel.simulated import simulate
+from isozyme.parallel.weights import load_weights, save_weights
+from tests.distributed.spawn import spawn
+from tests.parallel.sharded_model import backward, build
+
+LAYOUT = Layout(dp=2, ep=2)
+
+
+def program(world: World, folder: str) -> dict[str, Any]:
+    """Two clipped steps with buckets that overlap, saved, spoilt and loaded again."""
+    groups, model = build(world, LAYOUT)
+    buffer = GradientBuffer(model.parameters(), groups, bucket_bytes=500)
+    optimizer = Optimizer(buffer, OptimConfig(implementation="torch"))
+    everything = [*named_shards(model), *optimizer.state()]
+    norms = []
+    for step in range(2):
+        buffer.zero()
+        backward(model, groups, step)
+        for bucket in range(0, len(buffer.buckets), 2):
+            buffer.ready(bucket)
+        buffer.reduce()
+        norms.append(global_norm(buffer))
+        clip_(buffer, norms[-1], 1.0)
+        optimizer.step(0.01)
+    before = {name: tensor.detach().clone() for name, tensor, _ in everything}
+    save_checkpoint(folder, 2, everything, groups, state={"step": 2})
+    save_weights(Path(folder) / "weights.safetensors", model, groups)
+    with torch.no_grad():
+        for _, tensor, _ in everything:
+            tensor.fill_(-1.0)
+    load_weights(Path(folder) / "weights.safetensors", model, groups)
+    assert all(torch.equal(before[name], tensor) for name, tensor, _ in named_shards(model))
+    found = find_latest(folder, groups.world, skip_damaged=True)
+    assert found is not None
+    assert load_checkpoint(found.path, everything, groups) == {"step": 2}
+    assert all(torch.equal(before[name], tensor) for name, tensor, _ in everything)
+    return {"norms": norms, **before}
+
+
+def test_two_processes_train_save_and_load_as_two_simulated_ranks_do(tmp_path):
+    real = spawn(program, 2, str(tmp_path / "real"))
+    simulated = simulate(2, lambda world: program(world, str(tmp_path / "simulated")))
+    for one, other in zip(real, simulated, strict=True):
+        assert one.pop("norms") == other.pop("norms")
+        assert all(torch.equal(one[name], other[name]) for name in other)
+    files = [(tmp_path / kind / "weights.safetensors").read_bytes() for kind in ("real", "simulated")]
+    assert files[0] == files[1]
