@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,7 +21,7 @@ from isozyme.core.genome.split import Region
 from isozyme.core.genome.store import Genome
 from isozyme.core.genome.stream import TokenStream
 from isozyme.core.genome.windows import BLANK, HeldOutWindows
-from isozyme.core.topology import Layout, Topology
+from isozyme.core.topology import Topology
 from isozyme.launch.compose import compose_stored
 from isozyme.launch.requirements import Machine, check
 from isozyme.models.decoder import build_model
@@ -88,7 +88,7 @@ def held_out_batches(
 
 
 def evaluate_file(weights: str, fasta: str, overrides: Sequence[str] = ()) -> list[str]:
-    """Score a whole FASTA file with the weights of a run, in this process alone.
+    """Score a whole FASTA file with the weights of a run, in this process config.
 
     Args:
         weights: a `weights.safetensors` of a run; its header holds the configuration.
@@ -103,24 +103,32 @@ def evaluate_file(weights: str, fasta: str, overrides: Sequence[str] = ()) -> li
         DataError: the FASTA file is missing or malformed.
     """
     stored = read_metadata(Path(weights))
-    config = compose_stored(stored["config"], weights, [*overrides, f"data.fasta={fasta}"])
-    alone = replace(config, layout=Layout())
-    choice = check(alone, Machine.here())
+    config = compose_stored(stored["config"], weights, [*_ALONE, *overrides, f"data.fasta={fasta}"])
+    choice = check(config, Machine.here())
     device = torch.device(choice.device)
-    groups = ProcessGroups(Topology(alone.layout), SingleWorld())
+    groups = ProcessGroups(Topology(config.layout), SingleWorld())
     with TemporaryDirectory(prefix="isozyme-genome-") as temporary:
-        genome = Genome.open(alone.data.fasta, alone.data.cache or temporary)
+        genome = Genome.open(config.data.fasta, config.data.cache or temporary)
         whole = [Region(contig, 0, length) for contig, length in enumerate(genome.lengths)]
-        windows = HeldOutWindows(TokenStream(genome, whole), window=alone.data.window)
-        model = build_model(alone, groups, Chunk.whole(alone.model.num_layers), device, choice.dtype)
+        windows = HeldOutWindows(TokenStream(genome, whole), window=config.data.window)
+        model = build_model(config, groups, Chunk.whole(config.model.num_layers), device, choice.dtype)
         load_weights(weights, model, groups)
-        batches = held_out_batches(windows, range(len(windows)), groups, alone.train.micro_batch)
+        batches = held_out_batches(windows, range(len(windows)), groups, config.train.micro_batch)
         result = evaluate(model, batches, groups, device)
     return [
         f"{result.bits_per_base:.4f} bits per base over {result.labels:,} bases of {fasta}",
-        f"weights {weights} (step {stored.get('step')}), window {alone.data.window}, {choice.device} "
+        f"weights {weights} (step {stored.get('step')}), window {config.data.window}, {choice.device} "
         f"({choice.why_device})",
     ]
+
+
+_ALONE = (
+    "layout={tp: 1, cp: 1, dp: 1, pp: 1, ep: 1, etp: 1}",
+    "train.global_batch=${train.micro_batch}",
+    "model.moe.dispatcher=auto",
+    "device=auto",
+)
+"""The settings of a run on many ranks that one process cannot share."""
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
