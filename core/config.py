@@ -16,7 +16,9 @@ from isozyme.core.topology import Layout
 Precision = Literal[
     "fp64", "fp32", "bf16", "fp8_current", "fp8_block", "fp8_delayed", "mxfp8", "mxfp8_emulated"
 ]
-ExpertBackend = Literal["auto", "loop", "grouped_mm", "grouped_mm_fused", "te", "te_fused", "mxfp8_emulated"]
+ExpertBackend = Literal[
+    "auto", "loop", "grouped_mm", "grouped_mm_fused", "te", "te_fused", "te_ops", "mxfp8_emulated"
+]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,62 +6,47 @@ tests: it is the plain twin of the all-to-all dispatcher.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from isozyme.moe.permute import SlotMap, permute, permute_probs, sort_slots, unpermute
+from isozyme.moe.grouping import ArrivalDispatcher
 from isozyme.moe.placement import ExpertPlacement
-from isozyme.moe.types import Dispatched, Routing
+from isozyme.moe.types import Arrival, Routing
 from isozyme.parallel.collectives import gather_from_group, reduce_scatter_to_group
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Handle:
-    slots: SlotMap
-    """Rows of this rank's experts among the tokens of the whole group."""
-    sizes: tuple[int, ...]
-    """Tokens of each rank."""
-
-
-class AllGatherDispatcher:
+class AllGatherDispatcher(ArrivalDispatcher):
     """Gathers tokens and routing, and returns results by reduce-scatter.
 
-    Ranks may hold any number of tokens, also none. Waits for the host twice: for the number of tokens of each
-    rank, and for the counts of this rank's experts. Bytes received per rank: the tokens of all others, in
-    both directions; partial results are added up in at least fp32.
+    Ranks may hold any number of tokens, also none. Waits for the host once, for the number of tokens of each
+    rank (grouping waits once more, for the counts). Bytes received per rank: the tokens of all others, in
+    both directions; partial results are added up over ranks in at least fp32.
     """
 
     def __init__(self, placement: ExpertPlacement) -> None:
         self.placement = placement
 
-    def dispatch(self, tokens: Float[Tensor, "T H"], routing: Routing) -> Dispatched:
-        """Gather the group's tokens and keep the rows of this rank's experts."""
+    def send(self, tokens: Float[Tensor, "T H"], routing: Routing) -> Arrival:
+        """Gather the group's tokens; of their slots, those of this rank's experts are kept."""
         group = self.placement.communicator
         number = torch.tensor([tokens.shape[0]], device=tokens.device)
         sizes = tuple(int(size) for size in group.all_gather(number).tolist())
-        everything = gather_from_group(tokens, group, sizes)
-        whole = self.placement.only_local(self._gather_routing(routing, sizes))
-        counts = tuple(int(count) for count in whole.local_tokens_per_expert().tolist())
-        slots = sort_slots(whole, sum(counts))
-        return Dispatched(
-            rows=permute(everything, slots),
-            probs=permute_probs(whole.topk_probs, slots),
-            tokens_per_expert=slots.counts,
-            num_rows=slots.num_rows,
-            host_counts=counts,
-            handle=_Handle(slots=slots, sizes=sizes),
+        mine = self.placement.only_local(self._gather_routing(routing, sizes))
+        return Arrival(
+            rows=gather_from_group(tokens, group, sizes),
+            expert_ids=mine.topk_ids,
+            kept=mine.kept,
+            probs=mine.topk_probs,
+            num_experts=mine.num_experts,
+            handle=sizes,
         )
 
-    def combine(self, rows: Float[Tensor, "R H"], dispatched: Dispatched) -> Float[Tensor, "T H"]:
-        """Add up the rows of every token of the group, and over the ranks; keep this rank's tokens."""
-        handle: _Handle = dispatched.handle
-        wide = torch.promote_types(rows.dtype, torch.float32)
-        partial = unpermute(rows.to(wide), handle.slots)
-        total = reduce_scatter_to_group(partial, self.placement.communicator, handle.sizes)
-        return total.to(rows.dtype)
+    def bring_back(self, results: Float[Tensor, "N H"], arrival: Arrival) -> Float[Tensor, "T H"]:
+        """Add up the results of every token over the ranks; keep this rank's tokens."""
+        wide = torch.promote_types(results.dtype, torch.float32)
+        total = reduce_scatter_to_group(results.to(wide), self.placement.communicator, arrival.handle)
+        return total.to(results.dtype)
 
     def _gather_routing(self, routing: Routing, sizes: tuple[int, ...]) -> Routing:
         """The routing of all tokens of the group, in rank order; ids and `kept` travel as one tensor."""

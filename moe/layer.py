@@ -15,6 +15,7 @@ from isozyme.moe.capacity import apply_capacity, expert_capacity
 from isozyme.moe.dispatch import choose_dispatcher
 from isozyme.moe.dispatch_padded import PaddedAllToAllDispatcher
 from isozyme.moe.experts.experts import Experts
+from isozyme.moe.grouping import ArrivalDispatcher
 from isozyme.moe.placement import ExpertPlacement
 from isozyme.moe.router import Router
 from isozyme.moe.shared_expert import SharedExpert
@@ -144,8 +145,12 @@ class MoELayer(nn.Module):
         if capacity is not None:
             routing, stats = self._cut(routing, stats, windows, capacity, positions)
         dispatcher = self._dispatcher(windows, capacity)
-        dispatched = dispatcher.dispatch(flat, routing)
-        result = dispatcher.combine(self.experts(dispatched), dispatched)
+        if isinstance(dispatcher, ArrivalDispatcher):
+            arrival = dispatcher.send(flat, routing)
+            result = dispatcher.bring_back(self.experts.on_arrival(arrival), arrival)
+        else:
+            dispatched = dispatcher.dispatch(flat, routing)
+            result = dispatcher.combine(self.experts(dispatched), dispatched)
         if self.shared_expert is not None:
             real = torch.where(rearrange(token_valid, "b s -> (b s) 1"), flat, torch.zeros_like(flat))
             result = result + self.shared_expert(real)

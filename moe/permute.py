@@ -1,16 +1,19 @@
-"""Local reordering of rows: by expert and back, with padding to an alignment, and of received chunks.
+"""Local reordering of rows: by expert and back, and with padding to an alignment.
 
 Every reordering is the same linear map, `out[m] = Σ_k x[index[m, k]]` with -1 for "nothing", and its gradient
 is that map with the inverse table. So there is one autograd function, without atomics: sums run over the
 slots of a token in slot order, in at least fp32, and are the same in every run.
 
 Rows are padding-free and expert-major: sorted by expert, then token, then slot. Dropped slots have no row.
+On CUDA, sorting, `permute` and `unpermute` run the kernels of `isozyme.moe.kernels`; what is written here is
+their slow twin.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,6 +21,8 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from isozyme.moe.kernels.row_map import row_map
+from isozyme.moe.kernels.rows import gather_rows, scatter_rows
 from isozyme.moe.types import Routing
 
 
@@ -40,21 +45,29 @@ class RowMap:
 
 @dataclass(frozen=True, kw_only=True)
 class SlotMap:
-    """The expert-major order of this rank's kept slots. Tables are int64, on the routing's device."""
+    """The expert-major order of this rank's kept slots, on the routing's device."""
 
-    row_token: Int[Tensor, "N"]
-    """Token of each row."""
-    row_slot: Int[Tensor, "N"]
-    """Flat slot, token * K + choice, of each row."""
     slot_row: Int[Tensor, "T K"]
     """Row of each slot; -1 for a slot that is not kept."""
     counts: Int[Tensor, "E"]
-    """Rows of each expert."""
+    """Rows of each expert, int64."""
+    num_rows: int
+    """N, the kept slots."""
 
-    @property
-    def num_rows(self) -> int:
-        """N, the kept slots."""
-        return self.row_token.shape[0]
+    @cached_property
+    def row_slot(self) -> Int[Tensor, "N"]:
+        """Flat slot, token * K + choice, of each row, int64."""
+        places = self.slot_row.flatten().long()
+        places = torch.where(places < 0, self.num_rows, places)  # one row more takes what is not kept
+        slots = torch.arange(places.numel(), device=places.device)
+        return torch.zeros(self.num_rows + 1, dtype=torch.int64, device=places.device).scatter_(
+            0, places, slots
+        )[:-1]
+
+    @cached_property
+    def row_token(self) -> Int[Tensor, "N"]:
+        """Token of each row, int64."""
+        return self.row_slot // max(self.slot_row.shape[1], 1)
 
     @property
     def by_token(self) -> RowMap:
@@ -133,6 +146,10 @@ def sort_slots(routing: Routing, num_rows: int | None = None) -> SlotMap:
         routing: this rank's routing. Slots that are not kept sort behind all others, so that they shift none.
         num_rows: the number of kept slots, if the caller has it on the host; else it is fetched (one wait).
     """
+    if routing.topk_ids.is_cuda:
+        slot_row, counts, _ = row_map(routing.topk_ids, routing.kept, routing.num_experts, 1)
+        total = int(counts.sum()) if num_rows is None else num_rows
+        return SlotMap(slot_row=slot_row, counts=counts.long(), num_rows=total)
     ids, kept = routing.topk_ids.flatten(), routing.kept.flatten()
     counts = routing.local_tokens_per_expert()
     total = int(counts.sum()) if num_rows is None else num_rows
@@ -140,16 +157,14 @@ def sort_slots(routing: Routing, num_rows: int | None = None) -> SlotMap:
     row_slot = torch.sort(key, stable=True).indices[:total]
     slot_row = torch.full_like(ids, -1, dtype=torch.int64)
     slot_row[row_slot] = torch.arange(total, device=ids.device)
-    return SlotMap(
-        row_token=row_slot // max(routing.topk, 1),
-        row_slot=row_slot,
-        slot_row=slot_row.view_as(routing.topk_ids),
-        counts=counts,
-    )
+    return SlotMap(slot_row=slot_row.view_as(routing.topk_ids), counts=counts, num_rows=total)
 
 
 def permute(tokens: Float[Tensor, "T H"], slots: SlotMap) -> Float[Tensor, "N H"]:
     """Copy each token to the rows of its kept slots. The gradient of a token is the sum over its rows."""
+    if tokens.is_cuda:
+        rows: Tensor = scatter_rows(tokens, slots.slot_row, slots.num_rows)
+        return rows
     return reorder(tokens, slots.by_token)
 
 
@@ -160,6 +175,9 @@ def permute_probs(probs: Float[Tensor, "T K"], slots: SlotMap) -> Float[Tensor, 
 
 def unpermute(rows: Float[Tensor, "N H"], slots: SlotMap) -> Float[Tensor, "T H"]:
     """Add up the rows of each token, in at least fp32 and in slot order; zeros for a token without rows."""
+    if rows.is_cuda:
+        tokens: Tensor = gather_rows(rows, slots.slot_row)
+        return tokens
     return restore(rows, slots.by_token)
 
 
@@ -201,23 +219,6 @@ def pad_rows(rows: Float[Tensor, "N *rest"], padding: RowMap) -> Float[Tensor, "
 def unpad_rows(rows: Float[Tensor, "P *rest"], padding: RowMap) -> Float[Tensor, "N *rest"]:
     """Remove the rows that `pad_rows` inserted, whatever they hold; their gradient is zero."""
     return restore(rows, padding)
-
-
-def chunk_map(counts: Int[Tensor, "A B"], num_rows: int) -> RowMap:
-    """The map from chunks ordered by (a, b) to chunks ordered by (b, a), each kept in its own order.
-
-    Args:
-        counts: rows of each chunk, int64: for rows received from rank a for expert b, this is what turns
-            rank-major into expert-major.
-        num_rows: the sum of `counts`, on the host.
-    """
-    before = _exclusive_sum(counts.flatten()).view_as(counts)
-    after = _exclusive_sum(counts.T.flatten()).view_as(counts.T)
-    shift = before.T - after
-    row = torch.arange(num_rows, device=counts.device)
-    source = row + torch.repeat_interleave(shift.flatten(), counts.T.flatten(), output_size=num_rows)
-    places = row - torch.repeat_interleave(shift.T.flatten(), counts.flatten(), output_size=num_rows)
-    return RowMap(source=source, places=places[:, None], all_sourced=True, all_placed=True)
 
 
 def _exclusive_sum(counts: Tensor) -> Tensor:

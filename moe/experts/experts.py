@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from isozyme.core.config import Precision
+from isozyme.core.errors import UsageError
 from isozyme.moe.experts.registry import ExpertSetting, choose_backend
 from isozyme.moe.experts.storage import ExpertWeights
-from isozyme.moe.types import Dispatched
+from isozyme.moe.grouping import group_rows, ungroup_rows
+from isozyme.moe.types import Arrival, ArrivalFunction, Dispatched, ExpertFunction
 from isozyme.parallel.process_groups import ProcessGroups
 
 
@@ -76,6 +78,7 @@ class Experts(nn.Module):
         )
         backend, self.choice = choose_backend(self._asked, setting)
         self._function = backend.build(setting, self.weights)
+        self.groups_rows = backend.groups_rows
 
     def _apply(self, fn: Any, recurse: bool = True) -> Experts:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -83,6 +86,21 @@ class Experts(nn.Module):
         return self
 
     def forward(self, dispatched: Dispatched) -> Float[Tensor, "R H"]:
-        """The experts' results for `dispatched.rows`, already multiplied by the rows' combine weights."""
+        """The experts' results for `dispatched.rows`, already multiplied by the rows' combine weights.
+
+        Raises:
+            UsageError: if the backend groups the rows itself: then call `on_arrival`.
+        """
+        if self.groups_rows:
+            raise UsageError(f"{self.choice}: this backend takes rows as they arrived. Call on_arrival.")
         gate_up, down = self.weights.stacks()
-        return self._function(dispatched.rows, dispatched.probs, gate_up, down, dispatched)
+        function = cast(ExpertFunction, self._function)
+        return function(dispatched.rows, dispatched.probs, gate_up, down, dispatched)
+
+    def on_arrival(self, arrival: Arrival) -> Float[Tensor, "N H"]:
+        """For each arrived row the weighted sum over its local experts, in the order of arrival."""
+        if not self.groups_rows:
+            dispatched = group_rows(arrival)
+            return ungroup_rows(self(dispatched), dispatched)
+        gate_up, down = self.weights.stacks()
+        return cast(ArrivalFunction, self._function)(arrival, gate_up, down)

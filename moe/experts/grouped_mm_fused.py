@@ -7,6 +7,7 @@ had again without a GEMM. No step waits for the host. Its slow twin is `isozyme.
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from isozyme.moe.experts.arrived import no_rows, weights_by_row, weights_by_slot
-from isozyme.moe.kernels.row_map import row_map
+from isozyme.moe.kernels.row_map import MAX_EXPERTS, row_map
 from isozyme.moe.kernels.rows import gather_rows, scatter_rows
 from isozyme.moe.kernels.swiglu import swiglu_prob, swiglu_prob_backward
 from isozyme.moe.types import Arrival
@@ -63,3 +64,16 @@ def grouped_mm_fused_experts(
     slot_row, _, ends = row_map(arrival.expert_ids, arrival.kept, gate_up.shape[0], 1)
     result: Tensor = _FusedExperts.apply(arrival.rows, arrival.probs, gate_up, down, slot_row, ends)  # type: ignore[no-untyped-call]
     return result
+
+
+def grouped_mm_fused_problems(device: torch.device, num_local_experts: int) -> list[str]:
+    """Why the kernels cannot run here, in words; empty if they can. The GEMMs' own are `grouped_mm_problems`.
+
+    On a CPU each kernel's twin runs instead: right, and no faster than `grouped_mm`.
+    """
+    found = []
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        found.append("its kernels need triton, which is not installed")
+    if num_local_experts > MAX_EXPERTS:
+        found.append(f"its row map takes {MAX_EXPERTS} experts a rank at most: {num_local_experts} are here")
+    return found

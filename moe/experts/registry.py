@@ -13,10 +13,15 @@ import torch
 
 from isozyme.core.config import Precision
 from isozyme.core.errors import BackendError, did_you_mean
+from isozyme.moe.experts.fused_mlp_conditions import INTERLEAVE, fused_mlp_facts, fused_mlp_problems
 from isozyme.moe.experts.grouped_mm import grouped_mm_experts, grouped_mm_problems
+from isozyme.moe.experts.grouped_mm_fused import grouped_mm_fused_experts, grouped_mm_fused_problems
 from isozyme.moe.experts.loop import loop_experts
+from isozyme.moe.experts.mxfp8_emulated import mxfp8_emulated_experts, mxfp8_emulated_problems
 from isozyme.moe.experts.storage import ExpertWeights
-from isozyme.moe.types import ExpertFunction
+from isozyme.moe.experts.te import TEExperts, te_problems
+from isozyme.moe.experts.te_fused import TEFusedExperts
+from isozyme.moe.types import ArrivalFunction, ExpertFunction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +38,14 @@ class ExpertSetting:
     precision: Precision | None = None
     """The precision of the GEMMs; that of `dtype` if None."""
 
+    @property
+    def gemm_precision(self) -> Precision:
+        """The precision of the GEMMs, by name."""
+        if self.precision is not None:
+            return self.precision
+        by_dtype: dict[torch.dtype, Precision] = {torch.float64: "fp64", torch.bfloat16: "bf16"}
+        return by_dtype.get(self.dtype, "fp32")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
@@ -41,8 +54,12 @@ class Backend:
     name: str
     problems: Callable[[ExpertSetting], list[str]]
     """Every unmet condition in words; empty if the backend runs."""
-    build: Callable[[ExpertSetting, ExpertWeights], ExpertFunction]
+    build: Callable[[ExpertSetting, ExpertWeights], ExpertFunction | ArrivalFunction]
     """Make the function for one layer. It may keep buffers of its own, and modules that share the weights."""
+    groups_rows: bool = False
+    """Whether the function is an `ArrivalFunction`, which groups the rows itself."""
+    suits: Callable[[ExpertSetting], bool] = lambda _setting: True
+    """Whether `auto` considers it at all for such experts; a backend asked for by name need not suit."""
 
 
 def _plain_precision(setting: ExpertSetting) -> list[str]:
@@ -58,14 +75,85 @@ def _grouped_mm_problems(setting: ExpertSetting) -> list[str]:
     ]
 
 
+def _grouped_mm_fused_problems(setting: ExpertSetting) -> list[str]:
+    return [
+        *_grouped_mm_problems(setting),
+        *grouped_mm_fused_problems(setting.device, setting.num_local_experts),
+    ]
+
+
+def _te_problems(setting: ExpertSetting) -> list[str]:
+    return te_problems(setting.device, setting.dtype, setting.hidden, setting.ffn, setting.gemm_precision)
+
+
+def _te_ops_problems(setting: ExpertSetting) -> list[str]:
+    found = _te_problems(setting)
+    if setting.precision not in (None, "bf16", "fp32"):
+        found.append(f"it runs un-fused in bf16 or fp32, not in {setting.precision}: use experts=te_fused")
+    if setting.ffn % INTERLEAVE:
+        found.append(f"ffn must be a multiple of {INTERLEAVE}: ffn={setting.ffn}")
+    return found
+
+
+def _te_fused_problems(setting: ExpertSetting) -> list[str]:
+    return fused_mlp_problems(
+        fused_mlp_facts(setting.device, setting.gemm_precision, setting.hidden, setting.ffn)
+    )
+
+
+def _mxfp8_emulated_problems(setting: ExpertSetting) -> list[str]:
+    found = mxfp8_emulated_problems(setting.hidden, setting.ffn)
+    if setting.precision not in (None, "mxfp8_emulated"):
+        found.append(f"it emulates MXFP8: precision={setting.precision}. Set precision=mxfp8_emulated")
+    return found
+
+
+def _on_cuda(setting: ExpertSetting) -> bool:
+    return setting.device.type == "cuda"
+
+
+GROUPED_MM_FUSED = Backend(
+    name="grouped_mm_fused",
+    suits=_on_cuda,  # on a CPU the kernels' plain twins run, which `grouped_mm` does in fewer passes
+    problems=_grouped_mm_fused_problems,
+    build=lambda _setting, _weights: grouped_mm_fused_experts,
+    groups_rows=True,
+)
 GROUPED_MM = Backend(
     name="grouped_mm",
     problems=_grouped_mm_problems,
     build=lambda _setting, _weights: grouped_mm_experts,
 )
 LOOP = Backend(name="loop", problems=_plain_precision, build=lambda _setting, _weights: loop_experts)
+TE = Backend(
+    name="te",
+    suits=_on_cuda,
+    problems=_te_problems,
+    build=lambda setting, weights: TEExperts(weights, setting.gemm_precision),
+    groups_rows=True,
+)
+TE_FUSED = Backend(
+    name="te_fused",
+    suits=lambda setting: _on_cuda(setting) and setting.precision == "mxfp8",
+    problems=_te_fused_problems,
+    build=lambda setting, weights: TEFusedExperts(weights, setting.gemm_precision, require_fused=True),
+    groups_rows=True,
+)
+TE_OPS = Backend(
+    name="te_ops",
+    suits=lambda _setting: False,  # there to test the module of `te_fused` where its kernel cannot run
+    problems=_te_ops_problems,
+    build=lambda setting, weights: TEFusedExperts(weights, setting.gemm_precision, require_fused=False),
+    groups_rows=True,
+)
+MXFP8_EMULATED = Backend(
+    name="mxfp8_emulated",
+    suits=lambda setting: setting.precision == "mxfp8_emulated",
+    problems=_mxfp8_emulated_problems,
+    build=lambda _setting, _weights: mxfp8_emulated_experts,
+)
 
-BACKENDS: tuple[Backend, ...] = (GROUPED_MM, LOOP)
+BACKENDS: tuple[Backend, ...] = (TE_FUSED, GROUPED_MM_FUSED, TE, GROUPED_MM, LOOP, MXFP8_EMULATED, TE_OPS)
 """All backends, in the order in which `auto` tries them: the fastest first."""
 
 
@@ -103,6 +191,8 @@ def choose_backend(
         return found, f"{name}, as asked"
     refusals: list[str] = []
     for backend in backends:
+        if not backend.suits(setting):
+            continue
         unmet = backend.problems(setting)
         if not unmet:
             why = f" ({'; '.join(refusals)})" if refusals else ""

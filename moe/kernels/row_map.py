@@ -10,6 +10,9 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+MAX_EXPERTS = 1024
+"""The kernel holds one counter for each expert in registers."""
+
 
 def row_map_twin(
     topk_ids: Int[Tensor, "T K"], kept: Bool[Tensor, "T K"], num_experts: int, align: int
@@ -34,7 +37,7 @@ def row_map(topk_ids: Tensor, kept: Tensor, num_experts: int, align: int) -> tup
     Args:
         topk_ids: `[T, K]` int64, expert of each slot, in `0 .. num_experts-1`.
         kept: `[T, K]` bool, slots that are sent at all.
-        num_experts: E, at most 1024.
+        num_experts: E, at most `MAX_EXPERTS`.
         align: every expert's rows are padded to a multiple of this (1: no padding).
 
     Returns:

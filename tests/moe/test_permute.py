@@ -9,13 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from isozyme.moe.permute import (
-    chunk_map,
     pad_rows,
     padding_map,
     permute,
     permute_probs,
-    reorder,
-    restore,
     sort_slots,
     unpad_rows,
     unpermute,
@@ -188,16 +185,3 @@ def test_rows_behind_the_real_ones_are_never_read_by_padding() -> None:
 def test_an_impossible_alignment_is_refused() -> None:
     with pytest.raises(ValueError, match="alignment=0"):
         padding_map((1,), 0)
-
-
-@given(st.lists(st.lists(st.integers(0, 4), min_size=3, max_size=3), min_size=1, max_size=4))
-def test_chunks_are_transposed_and_back(counts: list[list[int]]) -> None:
-    codes = [(a, b, i) for a, row in enumerate(counts) for b, count in enumerate(row) for i in range(count)]
-    rows = torch.tensor(codes, dtype=torch.float64).view(-1, 3).requires_grad_()
-    chunks = chunk_map(torch.tensor(counts), len(codes))
-    moved = reorder(rows, chunks)
-    assert moved.tolist() == [list(map(float, c)) for c in sorted(codes, key=lambda c: (c[1], c[0], c[2]))]
-    assert restore(moved, chunks).equal(rows)
-    moved.backward(moved.detach())
-    assert rows.grad is not None
-    assert rows.grad.equal(rows)
