@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from isozyme.core.errors import ConfigError
@@ -169,6 +169,7 @@ def test_windows_cut_over_ranks_drop_the_same_slots_as_whole_ones(
 
 
 @given(st.integers(1, 400), st.integers(1, 8), st.integers(1, 300), st.integers(1, 64))
+@example(110, 2, 100, 10)
 def test_capacity_is_the_exact_ceiling_of_the_decimal_factor(
     hundredths: int, topk: int, window: int, experts: int
 ) -> None:

@@ -223,3 +223,15 @@ def test_a_flip_that_no_tie_explains_has_an_infinite_gap() -> None:
     crossed = torch.tensor([[0, 2], [2, 3]])
     flips = routing_flips(selection, crossed, torch.tensor([True, True]), config)
     assert flips.gaps.tolist() == [torch.inf, torch.inf]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("experts", [8, 37, 128])
+def test_ties_fall_alike_on_cuda_and_cpu(score: str, experts: int) -> None:
+    logits = torch.randint(0, 3, (500, experts)).float()
+    config = RouterConfig(num_experts=experts, topk=6, score=score)  # type: ignore[arg-type]
+    expected = [sorted(range(experts), key=lambda e: (-row[e], e))[:6] for row in logits.tolist()]
+    for device in ("cpu", "cuda"):
+        log_score = log_scores(logits.to(device), config.score)
+        assert select_experts(selection_scores(log_score), config).tolist() == expected
