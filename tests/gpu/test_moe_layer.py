@@ -127,10 +127,10 @@ def test_a_layer_on_the_gpu_equals_the_one_on_the_cpu_in_fp64(changes: dict[str,
 
 def test_weights_moved_to_the_gpu_still_view_their_stack() -> None:
     module = layer("cpu", torch.float32).cuda().bfloat16()
-    gate_up, _ = module.experts.weights.stacks()
     first = module.experts.weights.gate_up[1]
     with torch.no_grad():
         first.fill_(3.0)
+    gate_up, _ = module.experts.weights.stacks()
     assert (gate_up[1] == 3.0).all()
     assert first.is_cuda
     output = module(

@@ -143,6 +143,25 @@ def test_empty_experts_get_gradients_that_are_exactly_zero(
             assert (of_expert != 0).any() if count else (of_expert == 0).all()
 
 
+def test_a_rank_without_rows_never_calls_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> Tensor:
+        raise AssertionError("the kernel was called")
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", fail)
+    for grad in run(grouped_mm_experts, [0, 0], torch.bfloat16, spare=2)[1]:
+        assert (grad == 0).all()
+
+
+def test_weights_that_change_between_forward_and_backward_are_noticed() -> None:
+    module = weights()
+    gate_up, _ = module.stacks()
+    loss = (gate_up**2).sum()
+    with torch.no_grad():
+        module.gate_up[0].mul_(2)
+    with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):
+        loss.backward()
+
+
 def test_grouped_mm_takes_an_expanded_gradient() -> None:
     dispatched = make_dispatched([2, 1], dtype=torch.float32)
     gate_up, down = torch.randn(2, 2 * FFN, HIDDEN), torch.randn(2, HIDDEN, FFN)
