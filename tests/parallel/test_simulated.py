@@ -250,10 +250,11 @@ class TestSurroundings:
 
         assert run(program, 3) == [True] * 3
 
-    def test_collectives_of_a_backward_pass_run_on_the_thread_of_the_rank(self) -> None:
+    @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+    def test_collectives_of_a_backward_pass_run_on_the_thread_of_the_rank(self, device: str) -> None:
         def program(world: SimulatedWorld, comm: Communicator) -> bool:
             here, seen = threading.get_ident(), []
-            x = torch.ones(1, requires_grad=True)
+            x = torch.ones(1, requires_grad=True, device=device)
             y = x * 2
             y.register_hook(lambda grad: seen.append(threading.get_ident()) or comm.all_reduce(grad.clone()))
             y.sum().backward()
