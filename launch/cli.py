@@ -12,15 +12,20 @@ Subcommands import what they need when they run, so that `--help` and a configur
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from isozyme import __version__
-from isozyme.core.errors import ConfigError, IsozymeError, did_you_mean
+from isozyme.core.errors import ConfigError, did_you_mean
 from isozyme.core.topology import Layout, Topology
 
-Command = Callable[[argparse.Namespace], int]
+_MODULES: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {"verify": ("isozyme.launch.verify", "hold a layout to one rank, value by value")}
+)
+"""Commands that parse their own arguments: the module whose `main(argv)` runs, and one line of help."""
 
 _OVERRIDES = "dotted.key=value, the value in YAML (model.moe.router.topk=1); later ones win"
 
@@ -35,16 +40,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code. An error is printed as one readable block on stderr, without a traceback if isozyme
         raised it on purpose (ISOZYME_TRACEBACK=1 shows it all the same).
     """
-    arguments = parser().parse_args(argv)
-    command: Command = arguments.run
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] and given[0] in _MODULES:
+        module, rest = _MODULES[given[0]][0], given[1:]
+        return _guarded(lambda: importlib.import_module(module).main(rest))
+    arguments = parser().parse_args(given)
+    return _guarded(lambda: arguments.run(arguments))
+
+
+def _guarded(command: Callable[[], int]) -> int:
+    """Run a command; whatever it raises becomes a block on stderr and an exit code."""
     try:
-        return command(arguments)
+        return command()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (IsozymeError, KeyboardInterrupt) as error:
-        return report(error)
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         return report(error)
 
 
@@ -74,9 +85,8 @@ def parser() -> argparse.ArgumentParser:
     topology.add_argument("layout", nargs="+", metavar="axis=size", help='for instance "dp=4 ep=2"')
     topology.add_argument("--limit", type=int, default=64, help="print at most this many ranks (default 64)")
     topology.set_defaults(run=_topology)
-    verify = commands.add_parser("verify", add_help=False, help="hold a layout to one rank, value by value")
-    verify.add_argument("rest", nargs=argparse.REMAINDER)
-    verify.set_defaults(run=_verify)
+    for name, (_, summary) in _MODULES.items():
+        commands.add_parser(name, help=summary)  # for --help alone: `main` hands these on before parsing
     return top
 
 
@@ -106,12 +116,6 @@ def _topology(arguments: argparse.Namespace) -> int:
     print(f"{topology.world_size} ranks: {topology.layout}")
     print(topology.table(arguments.limit))
     return 0
-
-
-def _verify(arguments: argparse.Namespace) -> int:
-    from isozyme.launch.verify import main as verify
-
-    return verify(arguments.rest)
 
 
 def parse_layout(text: str) -> Layout:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,20 @@ def test_the_configuration_is_printed_as_a_recipe(capsys: pytest.CaptureFixture[
     (tmp_path / "again.yaml").write_text(printed)
     assert main(["config", str(tmp_path / "again.yaml")]) == 0
     assert capsys.readouterr().out == printed
+
+
+def test_a_command_with_a_parser_of_its_own_gets_its_arguments_whole(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[list[str]] = []
+    module = types.ModuleType("isozyme.launch.verify")
+    module.main = lambda argv: seen.append(argv) or 8  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "isozyme.launch.verify", module)
+    assert main(["verify", "--help", "x=1"]) == 8
+    assert seen == [["--help", "x=1"]]
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "verify" in capsys.readouterr().out
 
 
 @pytest.mark.slow
