@@ -1,0 +1,117 @@
+"""What verification prints: a table with one line a setting, and a paragraph for each that failed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from isozyme.launch.verify_compare import Comparison, Kind
+from isozyme.launch.verify_faults import Fault
+from isozyme.launch.verify_judge import FLIP_GAP, TOLERANCE, Outcome
+
+
+def outcome_table(outcomes: Iterable[Outcome]) -> Table:
+    """One line a setting: the largest differences from the reference, and the verdict."""
+    table = Table(
+        title="largest differences from one rank with loop experts",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    for heading in ("layout", "dtype", "dispatcher", "experts"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("loss", "gradient", "norm", "weights", "flips"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("worst gradient", overflow="fold")
+    table.add_column("verdict", no_wrap=True)
+    for outcome in outcomes:
+        setting, found = outcome.setting, outcome.comparison
+        worst = found.worst("gradient") if found is not None else None
+        table.add_row(
+            str(setting.layout),
+            _short(str(setting.dtype)),
+            setting.dispatcher,
+            setting.experts,
+            *_numbers(found),
+            str(len(outcome.flips)),
+            worst.name if worst is not None and worst.error > 0 else "",
+            _verdict(outcome.passed),
+        )
+    return table
+
+
+def fault_table(found: Sequence[tuple[Fault, Outcome]]) -> Table:
+    """One line a fault: whether verification finds it, and by what."""
+    table = Table(title="faults made on purpose: each must be found")
+    for heading in ("fault", "what goes wrong", "found by", "verdict"):
+        table.add_column(heading, overflow="fold", no_wrap=heading == "verdict")
+    for fault, outcome in found:
+        table.add_row(
+            fault.name,
+            fault.says,
+            Text(evidence(outcome)),
+            Text("found", style="green") if not outcome.passed else Text("MISSED", style="bold red"),
+        )
+    return table
+
+
+def evidence(outcome: Outcome) -> str:
+    """In a few words, what gave a wrong setting away; empty if it passed."""
+    if outcome.error is not None:
+        return outcome.error.split("\n")[0].split(":")[0]
+    found, tolerance = outcome.comparison, outcome.tolerance
+    assert found is not None
+    parts = [f"{len(outcome.wrong_flips)} flips"] if outcome.wrong_flips else []
+    kinds: Mapping[Kind, str] = {"gradient": "gradient", "weight": "weights"}
+    scalars = {"loss": found.loss, "norm": found.norm}
+    parts += [f"{name} {value:.0e}" for name, value in scalars.items() if not value <= tolerance]
+    for kind, word in kinds.items():
+        worst = found.worst(kind)
+        if worst is not None and not worst.error <= tolerance:
+            parts.append(f"{word} {worst.error:.0e} ({worst.name})")
+    return ", ".join([*parts, *found.missing[:1]])
+
+
+def print_outcomes(outcomes: Sequence[Outcome], console: Console) -> bool:
+    """Print the table, why each setting failed, and the sum of it; returns whether all passed."""
+    console.print(outcome_table(outcomes))
+    for outcome in outcomes:
+        if not outcome.passed:
+            console.print(Text(f"\nFAILED {outcome.explain()}"), soft_wrap=True)
+        elif outcome.flips:
+            worst = max(flip.gap for flip in outcome.flips)
+            limit = FLIP_GAP[outcome.setting.dtype]
+            console.print(
+                Text(
+                    f"{outcome.setting.layout}, {_short(str(outcome.setting.dtype))}: "
+                    f"{len(outcome.flips)} near-ties of routing were replayed; largest score gap {worst:.1e}, allowed {limit:.0e}"
+                ),
+                soft_wrap=True,
+            )
+    failed = sum(not outcome.passed for outcome in outcomes)
+    limits = ", ".join(f"{limit:.0e} in {_short(str(dtype))}" for dtype, limit in TOLERANCE.items())
+    verdict = (
+        f"{failed} of {len(outcomes)} settings FAILED" if failed else f"all {len(outcomes)} settings agree"
+    )
+    console.print(Text(f"\n{verdict} (tolerance {limits})"), soft_wrap=True)
+    return failed == 0
+
+
+def _numbers(found: Comparison | None) -> list[str]:
+    if found is None:
+        return ["-"] * 4
+    gradient, weight = found.worst("gradient"), found.worst("weight")
+    values = [found.loss, gradient.error if gradient else 0.0, found.norm, weight.error if weight else 0.0]
+    return [f"{value:.1e}" for value in values]
+
+
+def _verdict(passed: bool) -> Text:
+    return Text("ok", style="green") if passed else Text("FAILED", style="bold red")
+
+
+def _short(dtype: str) -> str:
+    return {"torch.float64": "fp64", "torch.float32": "fp32"}.get(dtype, dtype)

@@ -1,0 +1,278 @@
+"""Recording which experts each token chose, replaying a recorded choice, and telling rounding from a fault.
+
+Two scores that are equal to rounding may be ranked differently at another layout, which changes everything
+after them. Such a flip is replayed and reported; one between scores that are apart is a fault.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from einops import rearrange
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from isozyme.core.batch import Batch
+from isozyme.models.types import ModelOutput
+from isozyme.moe.types import Routing
+from isozyme.parallel.process_groups import ProcessGroups
+
+Key = tuple[int, int]
+"""(index of the window, number of the expert layer in the whole model)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowRouting:
+    """The routing of a window, or of one rank's contiguous share of it that begins at `first`."""
+
+    first: int
+    topk_ids: Int[Tensor, "S K"]
+    topk_probs: Float[Tensor, "S K"]
+    kept: Bool[Tensor, "S K"]
+    num_experts: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flip:
+    """A token that chose (or an expert that dropped) otherwise than the reference did."""
+
+    window: int
+    position: int
+    """Place of the token in its window; -1 where a drop concerns a whole expert."""
+    layer: int
+    gap: float
+    """How far apart the scores are that would have to be tied; infinite if that is not known."""
+    dropped: bool = False
+
+    def __str__(self) -> str:
+        what = "the dropped slots differ" if self.dropped else "the chosen experts differ"
+        token = "" if self.position < 0 else f", token {self.position}"
+        return f"{what}: window {self.window}{token}, expert layer {self.layer}, score gap {self.gap:.2e}"
+
+
+class Recorder(nn.Module):
+    """A model that notes the routing of every call and, given one, replays it.
+
+    While it replays, it asks every module that has a method `routing_flips(tokens, token_valid, override)`,
+    such as `isozyme.moe.router.Router`, which tokens would have chosen otherwise and by what gap.
+
+    Args:
+        model: follows `isozyme.models.types.Model`.
+        groups: this rank's groups.
+        layers: numbers, in the whole model, of the expert layers that it holds; None if it holds all.
+        replay: whole windows' routings to use instead of its own.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: ProcessGroups,
+        *,
+        layers: range | None = None,
+        replay: Mapping[Key, WindowRouting] | None = None,
+    ) -> None:
+        super().__init__()
+        self.model, self._groups, self._replay = model, groups, replay
+        self._first_layer = 0 if layers is None else layers.start
+        held = sorted({layer for _, layer in replay}) if replay is not None else []
+        self._layers = held if layers is None else list(layers)
+        self._plan: list[Sequence[int]] = []
+        self._active: _Call | None = None
+        self.routings: dict[Key, WindowRouting] = {}
+        self.flips: list[Flip] = []
+        self.observed = False
+        """Whether some router could say what it would have chosen."""
+        if replay is not None:
+            for module in model.modules():
+                if callable(getattr(module, "routing_flips", None)):
+                    module.register_forward_pre_hook(self._observe, with_kwargs=True)
+                    self.observed = True
+
+    def begin(self, windows: Sequence[Sequence[int]]) -> None:
+        """Say which windows the coming calls hold, call by call."""
+        self._plan = list(windows)
+
+    def forward(
+        self, batch: Batch, hidden: Tensor | None = None, routing_override: Sequence[Routing] | None = None
+    ) -> ModelOutput:
+        """Run the model on the next planned windows."""
+        windows = self._plan.pop(0)
+        tokens = batch.tokens.numel()
+        if routing_override is None and self._replay is not None and self._layers:
+            routing_override = [self._whole(windows, layer, tokens) for layer in self._layers]
+        self._active = _Call(windows=windows)
+        try:
+            output: ModelOutput = self.model(batch, hidden=hidden, routing_override=routing_override)
+        finally:
+            self._active = None
+        for offset, routing in enumerate(output.routings):
+            self._note(windows, self._first_layer + offset, routing)
+        return output
+
+    def _whole(self, windows: Sequence[int], layer: int, num_tokens: int) -> Routing:
+        """The recorded routing of this rank's part of some windows."""
+        assert self._replay is not None
+        found = [self._replay[window, layer] for window in windows]
+        whole = found[0].topk_ids.shape[0]
+        length = min(num_tokens // len(windows), whole // self._groups.topology.size(("tp", "cp")))
+        share = slice(self._first(length), self._first(length) + length)
+        return Routing(
+            topk_ids=torch.cat([routing.topk_ids[share] for routing in found]),
+            topk_probs=torch.cat([routing.topk_probs[share] for routing in found]),
+            kept=torch.cat([routing.kept[share] for routing in found]),
+            num_experts=found[0].num_experts,
+        )
+
+    def _first(self, share: int) -> int:
+        """Where this rank's contiguous share of a window begins (TP fastest, as `moe.capacity` cuts it)."""
+        at, topology = self._groups.coordinates, self._groups.topology
+        return (at["cp"] * topology.size("tp") + at["tp"]) * share
+
+    def _note(self, windows: Sequence[int], layer: int, routing: Routing) -> None:
+        share = routing.num_tokens // len(windows)
+        for number, window in enumerate(windows):
+            rows = slice(number * share, (number + 1) * share)
+            self.routings[window, layer] = WindowRouting(
+                first=self._first(share),
+                topk_ids=routing.topk_ids[rows].clone(),
+                topk_probs=routing.topk_probs[rows].detach().clone(),
+                kept=routing.kept[rows].clone(),
+                num_experts=routing.num_experts,
+            )
+
+    def _observe(self, router: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before a router replays: what would it have chosen? (Not in a recomputation during backward.)"""
+        if self._active is None:
+            return
+        given = inspect.signature(router.forward).bind(*args, **kwargs).arguments
+        layer = self._first_layer + self._active.layer
+        self._active.layer += 1
+        override = given.get("routing_override")
+        if override is None:
+            return
+        ask: Callable[..., Any] = router.routing_flips  # type: ignore[assignment]
+        found = ask(given["tokens"], given["token_valid"], override)
+        share = override.num_tokens // len(self._active.windows)
+        for token, gap in zip(found.tokens.tolist(), found.gaps.tolist(), strict=True):
+            number, position = divmod(token, share)
+            window = self._active.windows[number]
+            self.flips.append(
+                Flip(window=window, position=self._first(share) + position, layer=layer, gap=gap)
+            )
+
+
+@dataclass
+class _Call:
+    windows: Sequence[int]
+    layer: int = 0
+
+
+def changed_choices(
+    own: Mapping[Key, WindowRouting],
+    reference: Mapping[Key, WindowRouting],
+    num_real: Callable[[int], int],
+) -> list[Flip]:
+    """The real tokens whose set of experts is not that of the reference; the gaps are not known.
+
+    Args:
+        own: one rank's routings.
+        reference: whole windows.
+        num_real: how many tokens at the beginning of a window are not padding.
+    """
+    flips = []
+    for (window, layer), routing in sorted(own.items()):
+        there = _rows(reference[window, layer], routing)
+        valid = routing.first + torch.arange(routing.topk_ids.shape[0]) < num_real(window)
+        differs = (_membership(routing) != _membership(there)).any(dim=1) & valid
+        flips += [
+            Flip(window=window, position=routing.first + row, layer=layer, gap=float("inf"))
+            for row in differs.nonzero().flatten().tolist()
+        ]
+    return flips
+
+
+def changed_drops(
+    own: Iterable[Mapping[Key, WindowRouting]], reference: Mapping[Key, WindowRouting]
+) -> list[Flip]:
+    """The experts that kept other slots of a window than in the reference, where all choices are the same.
+
+    The gap is the largest difference of weight between a slot kept here alone and one kept there alone; it is
+    infinite where their numbers differ.
+
+    Args:
+        own: the routings of every rank; the shares of a window are put together.
+        reference: whole windows.
+    """
+    flips = []
+    for (window, layer), routing in sorted(_together(own).items()):
+        there = _rows(reference[window, layer], routing)
+        here_by_expert, there_by_expert = _kept_probs(routing), _kept_probs(there)
+        moved = (here_by_expert >= 0) != (there_by_expert >= 0)
+        for expert in moved.any(dim=0).nonzero().flatten().tolist():
+            only_here = here_by_expert[moved[:, expert] & (here_by_expert[:, expert] >= 0), expert]
+            only_there = there_by_expert[moved[:, expert] & (there_by_expert[:, expert] >= 0), expert]
+            gap = float("inf")
+            if only_here.numel() == only_there.numel():
+                both = torch.cat([only_here, only_there])
+                gap = float(both.max() - both.min())
+            flips.append(Flip(window=window, position=-1, layer=layer, gap=gap, dropped=True))
+    return flips
+
+
+def _together(parts: Iterable[Mapping[Key, WindowRouting]]) -> dict[Key, WindowRouting]:
+    """Whole windows from the shares of several ranks."""
+    shares: dict[Key, dict[int, WindowRouting]] = {}
+    for part in parts:
+        for key, routing in part.items():
+            shares.setdefault(key, {})[routing.first] = routing
+    found = {}
+    for key, by_first in shares.items():
+        ordered = [by_first[first] for first in sorted(by_first)]
+        found[key] = WindowRouting(
+            first=ordered[0].first,
+            topk_ids=torch.cat([routing.topk_ids for routing in ordered]),
+            topk_probs=torch.cat([routing.topk_probs for routing in ordered]),
+            kept=torch.cat([routing.kept for routing in ordered]),
+            num_experts=ordered[0].num_experts,
+        )
+    return found
+
+
+def _rows(whole: WindowRouting, part: WindowRouting) -> WindowRouting:
+    """The rows of a whole window that `part` holds."""
+    rows = slice(part.first, part.first + part.topk_ids.shape[0])
+    return WindowRouting(
+        first=part.first,
+        topk_ids=whole.topk_ids[rows],
+        topk_probs=whole.topk_probs[rows],
+        kept=whole.kept[rows],
+        num_experts=whole.num_experts,
+    )
+
+
+def _membership(routing: WindowRouting) -> Bool[Tensor, "S E"]:
+    empty = torch.zeros(routing.topk_ids.shape[0], routing.num_experts, dtype=torch.bool)
+    return empty.scatter_(1, routing.topk_ids.cpu(), True)
+
+
+def _kept_probs(routing: WindowRouting) -> Float[Tensor, "S E"]:
+    """The combine weight of each kept slot by token and expert; -1 elsewhere."""
+    empty = torch.full((routing.topk_ids.shape[0], routing.num_experts), -1.0, dtype=torch.float64)
+    tokens, slots = routing.kept.cpu().nonzero().unbind(dim=1)
+    experts = routing.topk_ids.cpu()[tokens, slots]
+    empty[tokens, experts] = routing.topk_probs.cpu().double()[tokens, slots]
+    return empty
+
+
+def load_by_layer(routings: Mapping[Key, WindowRouting]) -> dict[int, list[int]]:
+    """Kept slots of each expert, layer by layer."""
+    counts: dict[int, Tensor] = {}
+    for (_, layer), routing in routings.items():
+        flat = rearrange(routing.topk_ids, "s k -> (s k)")[rearrange(routing.kept, "s k -> (s k)")]
+        found = torch.bincount(flat.cpu(), minlength=routing.num_experts)
+        counts[layer] = counts.get(layer, torch.zeros_like(found)) + found
+    return {layer: count.tolist() for layer, count in sorted(counts.items())}

@@ -1,0 +1,244 @@
+"""Running a layout on simulated ranks, with the training step of the trainer, and keeping all that it did."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isozyme.core.config import RunConfig
+from isozyme.core.genome.windows import totals_of
+from isozyme.core.topology import Layout, Topology
+from isozyme.launch.step import StepResult, TrainStep, Updates, step_totals
+from isozyme.launch.verify_compare import Kind, Piece, RankValues
+from isozyme.launch.verify_faults import Fault
+from isozyme.launch.verify_reduced import Windows, skew_
+from isozyme.launch.verify_routing import Flip, Key, Recorder, WindowRouting
+from isozyme.models.types import Chunk, ModelFactory
+from isozyme.parallel.grad_buffer import GradientBuffer
+from isozyme.parallel.optimizer import Optimizer
+from isozyme.parallel.process_groups import ProcessGroups, World
+from isozyme.parallel.shard_spec import ShardSpec, named_shards
+from isozyme.parallel.simulated import simulate
+
+STEPS = 3
+SGD_LR = 0.1
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One way to run the model: where, how exactly, and with which parts."""
+
+    layout: Layout
+    dtype: torch.dtype
+    dispatcher: str
+    experts: str
+
+    @property
+    def exact(self) -> bool:
+        """Whether correctness is decided here (fp64), rather than the rounding of a backend (fp32)."""
+        return self.dtype == torch.float64
+
+    def of(self, config: RunConfig) -> RunConfig:
+        """The run at this setting. A local dispatcher exchanges nothing, so it has no buffers to pad."""
+        parts: dict[str, Any] = {"dispatcher": self.dispatcher, "experts": self.experts}
+        if self.dispatcher == "local":
+            parts["pad_to_capacity"] = False
+        return replace(
+            config,
+            layout=self.layout,
+            precision="fp64" if self.exact else "fp32",
+            model=replace(config.model, moe=replace(config.model.moe, **parts)),
+        )
+
+    def lr(self, config: RunConfig) -> float:
+        """The learning rate of every step."""
+        return config.optim.lr if self.exact else SGD_LR
+
+
+def reference_setting(dtype: torch.dtype) -> Setting:
+    """One rank, nobody to talk to, one expert after the other."""
+    return Setting(layout=Layout(dp=1), dtype=dtype, dispatcher="local", experts="loop")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """What is run at every setting."""
+
+    config: RunConfig
+    """A reduced run."""
+    factory: ModelFactory
+    windows: Windows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """What the ranks of one setting did."""
+
+    values: Sequence[RankValues]
+    routings: Sequence[Mapping[Key, WindowRouting]]
+    """Of each rank."""
+    flips: Sequence[Flip]
+    """Found while a routing was replayed."""
+    observed: bool
+    """Whether the routers could say what they would have chosen."""
+
+
+class PlainSGD:
+    """`weight -= lr * gradient`: rounding stays rounding; Adam's first steps would turn it into signs."""
+
+    def __init__(self, buffer: GradientBuffer) -> None:
+        self.buffer = buffer
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """Update every parameter."""
+        for segment in self.buffer.segments:
+            segment.parameter.sub_(segment.parameter.main_grad * lr)  # type: ignore[attr-defined]
+
+
+def observe(
+    experiment: Experiment,
+    setting: Setting,
+    *,
+    replay: Mapping[Key, WindowRouting] | None = None,
+    fault: Fault | None = None,
+) -> Observation:
+    """Run three steps at one setting on simulated ranks.
+
+    Args:
+        experiment: model and data.
+        setting: where and how.
+        replay: routing of whole windows to use instead of the model's own.
+        fault: what shall go wrong.
+    """
+    size = Topology(setting.layout).world_size
+    seed = experiment.config.seed
+
+    def program(world: World) -> tuple[RankValues, Recorder]:
+        return _Rank(experiment, setting, world, replay, fault).run()
+
+    results = simulate(size, program, schedule_seed=seed, seed=seed)
+    return Observation(
+        values=[values for values, _ in results],
+        routings=[recorder.routings for _, recorder in results],
+        flips=[flip for _, recorder in results for flip in recorder.flips],
+        observed=any(recorder.observed for _, recorder in results),
+    )
+
+
+def stage_chunk(num_layers: int, groups: ProcessGroups) -> Chunk:
+    """The layers of this rank's pipeline stage: equal shares in order, the whole model without a pipeline."""
+    stages, stage = groups.topology.size("pp"), groups.coordinates["pp"]
+    share = num_layers // stages
+    layers = range(stage * share, num_layers if stage == stages - 1 else (stage + 1) * share)
+    return Chunk(layers=layers, has_embedding=stage == 0, has_head=stage == stages - 1)
+
+
+class _Rank:
+    """One rank of an observed run."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        setting: Setting,
+        world: World,
+        replay: Mapping[Key, WindowRouting] | None,
+        fault: Fault | None,
+    ) -> None:
+        self.setting, self.windows, self.fault = setting, experiment.windows, fault
+        self.config = config = setting.of(experiment.config)
+        world = fault.world(world) if fault is not None and fault.world is not None else world
+        self.groups = groups = ProcessGroups(Topology(setting.layout), world)
+        self.model = self._build(experiment.factory)
+        chunk = stage_chunk(config.model.num_layers, groups)
+        self.recorder = Recorder(self.model, groups, layers=_expert_layers(config, chunk), replay=replay)
+        self.buffer = GradientBuffer(self.model.parameters(), groups)
+        optimizer: Updates = Optimizer(self.buffer, config.optim) if setting.exact else PlainSGD(self.buffer)
+        self.step = TrainStep(
+            self.recorder,
+            self.buffer,
+            optimizer,
+            groups,
+            clip=config.optim.clip,
+            expert_bias_rate=config.model.moe.router.expert_bias_rate,
+        )
+        self.pieces: list[Piece] = []
+
+    def run(self) -> tuple[RankValues, Recorder]:
+        """All steps, and what there is to compare."""
+        results = [self._one_step(number) for number in range(STEPS)]
+        self._keep("weight", STEPS - 1, ((tensor, spec) for _, tensor, spec in named_shards(self.model)))
+        values = RankValues(
+            where=self._where(),
+            rank=self.groups.rank,
+            losses=[(result.loss, result.aux_loss, result.z_loss) for result in results],
+            norms=[result.grad_norm for result in results],
+            pieces=self.pieces,
+        )
+        return values, self.recorder
+
+    def _where(self) -> str:
+        """This rank, and its coordinates on the axes that have more than one."""
+        at, topology = self.groups.coordinates, self.groups.topology
+        axes = [f"{axis}={index}" for axis, index in at.items() if topology.size(axis) > 1]
+        return f"rank {self.groups.rank} ({' '.join(axes)})" if axes else f"rank {self.groups.rank}"
+
+    def _build(self, factory: ModelFactory) -> nn.Module:
+        config, fault, groups = self.config, self.fault, self.groups
+        if fault is not None and fault.config is not None:
+            config = fault.config(config, groups)
+        chunk = stage_chunk(config.model.num_layers, groups)
+        model = factory(config, groups, chunk, CPU, self.setting.dtype)
+        skew_(model, config.model)
+        return model if fault is None or fault.model is None else fault.model(model, groups)
+
+    def _one_step(self, number: int) -> StepResult:
+        groups = self.groups
+        indices = self.windows.of_rank(number, groups.coordinates["dp"], groups.topology.size("dp"))
+        batches = [self.windows.batch(each) for each in indices]
+        totals = step_totals(totals_of(batches), groups, CPU)
+        self.recorder.begin(indices)
+        first = len(self.pieces)
+        result = self.step(
+            batches, totals, self.setting.lr(self.config), on_gradients=lambda: self._keep_gradients(number)
+        )
+        for piece in self.pieces[first:]:
+            piece.tensor.div_(result.clip)  # an error of the norm shall not look like one of every gradient
+        if self.fault is not None and self.fault.after_step is not None:
+            self.fault.after_step(self.model, groups)
+        return result
+
+    def _keep_gradients(self, number: int) -> None:
+        if number == 0 or self.setting.exact:
+            segments = self.buffer.segments
+            self._keep("gradient", number, ((s.parameter.main_grad, s.spec) for s in segments))  # type: ignore[attr-defined]
+
+    def _keep(self, kind: Kind, number: int, tensors: Any) -> None:
+        tensor: Tensor
+        spec: ShardSpec
+        for tensor, spec in tensors:
+            self.pieces.append(
+                Piece(
+                    kind=kind,
+                    step=number,
+                    name=spec.name,
+                    grid=spec.grid,
+                    slices=spec.slices(self.groups.topology, self.groups.rank),
+                    global_shape=spec.global_shape,
+                    tensor=tensor.detach().clone(),
+                )
+            )
+
+
+def _expert_layers(config: RunConfig, chunk: Chunk) -> range | None:
+    """The numbers of a stage's expert layers among those of the model; None where it holds all of them."""
+    if chunk.has_embedding and chunk.has_head:
+        return None
+    kinds = config.model.layer_kinds()
+    before = kinds[: chunk.layers.start].count("M")
+    return range(before, before + kinds[chunk.layers.start : chunk.layers.stop].count("M"))
