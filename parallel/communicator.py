@@ -28,8 +28,14 @@ Kind = Literal[
     "recv",
     "barrier",
     "object",
+    # Not offered by a Communicator; code written for torch.distributed may ask for them.
+    "gather",
+    "scatter",
+    "reduce",
 ]
 ReduceOp = Literal["sum", "max", "min"]
+ForeignOp = Literal["product", "avg", "band", "bor", "bxor"]
+"""Reductions of torch.distributed that a Communicator does not offer (gradients are sums, never averages)."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -47,9 +53,11 @@ class Call:
     """Where the result goes; the input itself for the in-place operations."""
     input_sizes: tuple[int, ...] | None = None
     output_sizes: tuple[int, ...] | None = None
-    op: ReduceOp = "sum"
+    op: ReduceOp | ForeignOp = "sum"
     peer: int | None = None
-    """Group rank of the source or destination (broadcast, send, recv)."""
+    """Group rank of the source or destination (broadcast, send, recv, gather, scatter, reduce)."""
+    tag: int = 0
+    """Sends and receives of one pair of ranks meet in order among those of the same tag."""
     payload: Any = None
     """The Python object of an `object` call."""
 
@@ -58,7 +66,7 @@ class Call:
         parts: list[str] = []
         if self.input is not None:
             parts.append(f"{tuple(self.input.shape)} {str(self.input.dtype).removeprefix('torch.')}")
-        if self.kind in ("all_reduce", "reduce_scatter"):
+        if self.kind in ("all_reduce", "reduce_scatter", "reduce"):
             parts.append(self.op)
         if self.input_sizes is not None:
             parts.append(f"input_sizes={list(self.input_sizes)}")
@@ -66,6 +74,8 @@ class Call:
             parts.append(f"output_sizes={list(self.output_sizes)}")
         if self.peer is not None:
             parts.append(f"peer={self.peer}")
+        if self.tag:
+            parts.append(f"tag={self.tag}")
         return f"{self.kind}({', '.join(parts)})"
 
 

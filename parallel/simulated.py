@@ -36,6 +36,7 @@ from isozyme.parallel.simulated_match import (
 from isozyme.parallel.trace import Record, Trace, caller
 
 Result = TypeVar("Result")
+_MAX_POLLS = 10_000
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,12 @@ class SimulatedWorld:
         """A communicator over all ranks."""
         return self.split(name, [tuple(range(self.size))])
 
+    def join(self, key: str, name: str, ranks: Sequence[int]) -> SimulatedCommunicator:
+        """The communicator of a group that its members alone build, each with the same key and ranks."""
+        return SimulatedCommunicator(
+            self._shared, self._shared.join(self.rank, key, name, tuple(ranks)), self.rank
+        )
+
 
 class SimulatedCommunicator(Communicator):
     """One simulated rank's view of a group."""
@@ -158,13 +165,15 @@ class SimulatedCommunicator(Communicator):
         super().__init__(group.name, group.ranks, group.ranks.index(rank))
         self._shared, self._group = shared, group
 
-    def _start(self, call: Call) -> Pending:
+    def _start(self, call: Call) -> SimulatedPending:
         return self._shared.post(self._group, self.rank, call)
 
 
-class _SimulatedPending(Pending):
+class SimulatedPending(Pending):
+    """A call of a simulated rank that may wait for the calls of others."""
+
     def __init__(self, shared: _Shared, post: Post) -> None:
-        self._shared, self._post, self._waited = shared, post, False
+        self._shared, self._post, self._waited, self._polls = shared, post, False, 0
 
     def wait(self) -> Any:
         post = self._post
@@ -178,7 +187,22 @@ class _SimulatedPending(Pending):
         return self._result()
 
     def _result(self) -> Any:
-        return self._post.received if self._post.call.kind == "object" else self._post.call.output
+        return self._post.received if self._post.call.output is None else self._post.call.output
+
+    def arrived(self) -> bool:
+        """Let the other ranks run, then tell whether the call is complete."""
+        self._shared.baton.offer(self._post.rank)
+        self._polls += 1
+        if self._polls > _MAX_POLLS and not self._post.done:
+            raise self._shared.baton.fail(
+                CommunicationError(
+                    f"a call was polled {_MAX_POLLS} times and is not complete: {self._post} over "
+                    f"{self._post.where()} for rank {', '.join(map(str, self._post.missing()))}. "
+                    "Call wait(), or make the missing call."
+                ),
+                self._post.rank,
+            )
+        return self._post.done
 
 
 class _Group:
@@ -188,7 +212,7 @@ class _Group:
         self.name, self.ranks = name, ranks
         self._rounds: dict[int, dict[int, Post]] = {}
         self._made = [0] * len(ranks)
-        self._mail: dict[tuple[int, int], deque[Post]] = {}
+        self._mail: dict[tuple[int, int, int], deque[Post]] = {}
 
     def add(self, post: Post) -> Sequence[Post]:
         """Match a new call with those of the other ranks; returns the calls that this completes."""
@@ -212,7 +236,7 @@ class _Group:
         peer = post.call.peer
         assert peer is not None
         path = (post.member, peer) if post.call.kind == "send" else (peer, post.member)
-        queue = self._mail.setdefault(path, deque())
+        queue = self._mail.setdefault((*path, post.call.tag), deque())
         if not queue or queue[0].call.kind == post.call.kind:
             queue.append(post)
             return ()
@@ -233,6 +257,7 @@ class _Shared:
         self._faults = {(fault.rank, fault.call): fault.error for fault in faults}
         self._splits: list[tuple[int, str, list[tuple[int, ...]], list[_Group]]] = []
         self._split_calls = [0] * size
+        self._joined: dict[str, tuple[int, _Group]] = {}
         self._open: list[dict[Post, None]] = [{} for _ in range(size)]
         self._waiting: dict[int, Post] = {}
         self._returned: set[int] = set()
@@ -261,7 +286,22 @@ class _Shared:
         self._split_calls[rank] += 1
         return groups
 
-    def post(self, group: _Group, member: int, call: Call) -> Pending:
+    def join(self, rank: int, key: str, name: str, ranks: tuple[int, ...]) -> _Group:
+        """The group of this key, which must have the same ranks on all of its members."""
+        self.baton.check()
+        first, group = self._joined.setdefault(key, (rank, _Group(name, ranks)))
+        if group.ranks != ranks:
+            raise self.baton.fail(
+                CommunicationError(
+                    f"ranks must build the same groups in the same order: group {key} has the ranks "
+                    f"{list(group.ranks)} on rank {first}, but {list(ranks)} on rank {rank} at {caller()}. "
+                    "Build every group on all ranks, also on those that are not in it."
+                ),
+                rank,
+            )
+        return group
+
+    def post(self, group: _Group, member: int, call: Call) -> SimulatedPending:
         """Make a call on behalf of a rank."""
         self.baton.check()
         rank, source = group.ranks[member], caller()
@@ -278,7 +318,7 @@ class _Shared:
         for other in completed:
             if self._waiting.get(other.rank) is other:
                 self.baton.wake(other.rank)
-        return _SimulatedPending(self, post)
+        return SimulatedPending(self, post)
 
     def wait(self, post: Post) -> None:
         """Block a rank until its call is complete."""

@@ -16,13 +16,18 @@ import torch
 from torch import Tensor
 
 from isozyme.core.errors import CommunicationError
-from isozyme.parallel.communicator import Call, ReduceOp
+from isozyme.parallel.communicator import Call, ForeignOp, ReduceOp
 from isozyme.parallel.trace import Source
 
-_REDUCE: dict[ReduceOp, Callable[[Tensor, Tensor], Tensor]] = {
+_REDUCE: dict[ReduceOp | ForeignOp, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": torch.add,
     "max": torch.maximum,
     "min": torch.minimum,
+    "product": torch.mul,
+    "avg": torch.add,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
 }
 
 
@@ -93,7 +98,7 @@ def check_fit(others: Sequence[Post], post: Post) -> None:
     for rule, a, b in _compared(theirs, ours):
         if a != b:
             raise _disagreement(f"ranks must agree on the {rule} of a collective", others[0], post)
-    if ours.kind == "all_to_all":
+    if ours.kind in ("all_to_all", "scatter"):
         for other in others:
             _check_splits(other, post)
             _check_splits(post, other)
@@ -124,6 +129,12 @@ def complete(posts: Sequence[Post]) -> None:
     elif call.kind == "broadcast":
         assert call.peer is not None
         received = [sent[call.peer]] * len(posts)
+    elif call.kind in ("gather", "reduce"):
+        total = _reduced(sent, call.op) if call.kind == "reduce" else torch.stack(sent)
+        received = [total if member == call.peer else None for member in range(len(posts))]
+    elif call.kind == "scatter":
+        assert call.peer is not None
+        received = sent[call.peer].split(list(posts[call.peer].call.input_sizes or ()))
     elif call.kind == "object":
         received = [[pickle.loads(value) for value in sent] for _ in posts]
     else:
@@ -136,13 +147,13 @@ def complete(posts: Sequence[Post]) -> None:
 def _compared(a: Call, b: Call) -> list[tuple[str, Any, Any]]:
     compared: list[tuple[str, Any, Any]] = [("root (src)", a.peer, b.peer)]
     if a.input is not None and b.input is not None:
-        rows = 1 if a.kind in ("all_gather", "all_to_all") else 0
+        rows = 1 if a.kind in ("all_gather", "all_to_all", "scatter") else 0
         compared += [
             ("dtype", a.input.dtype, b.input.dtype),
             ("number of dims", a.input.ndim, b.input.ndim),
             ("shape" if rows == 0 else "shape beyond dim 0", a.input.shape[rows:], b.input.shape[rows:]),
         ]
-    if a.kind in ("all_reduce", "reduce_scatter"):
+    if a.kind in ("all_reduce", "reduce_scatter", "reduce"):
         compared.append(("operation", a.op, b.op))
     if a.kind in ("all_gather", "reduce_scatter"):
         compared += [("sizes", a.input_sizes, b.input_sizes), ("sizes", a.output_sizes, b.output_sizes)]
@@ -150,7 +161,8 @@ def _compared(a: Call, b: Call) -> list[tuple[str, Any, Any]]:
 
 
 def _check_splits(sender: Post, receiver: Post) -> None:
-    assert sender.call.input_sizes is not None
+    if sender.call.input_sizes is None:  # a scatter has one sender
+        return
     assert receiver.call.output_sizes is not None
     sent = sender.call.input_sizes[receiver.member]
     expected = receiver.call.output_sizes[sender.member]
@@ -169,11 +181,15 @@ def _disagreement(rule: str, first: Post, second: Post) -> CommunicationError:
     )
 
 
-def _reduced(tensors: Sequence[Tensor], op: ReduceOp) -> Tensor:
+def _reduced(tensors: Sequence[Tensor], op: ReduceOp | ForeignOp) -> Tensor:
     total: Tensor = tensors[0]
     for tensor in tensors[1:]:
         total = _REDUCE[op](total, tensor)
-    return total
+    if op != "avg":
+        return total
+    if total.is_floating_point() or total.is_complex():
+        return total / len(tensors)
+    return total.div(len(tensors), rounding_mode="trunc")
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -99,6 +99,10 @@ def bytes_sent(call: Call, rank: int, size: int) -> int:
         return whole // rows * (rows - call.input_sizes[rank]) if rows else 0
     if call.kind == "broadcast":
         return whole * (size - 1) if call.peer == rank else 0
+    if call.kind == "scatter":
+        return whole // size * (size - 1) if call.peer == rank else 0
+    if call.kind in ("gather", "reduce"):
+        return 0 if call.peer == rank else whole
     return whole if call.kind == "send" else 0
 
 
