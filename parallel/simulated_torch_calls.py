@@ -79,29 +79,27 @@ class Calls:
         """An all-to-all of rows; equal shares where the sizes are None or empty."""
         tensors = [output, given]
         self.same_dtype("all_to_all", self.contiguous("all_to_all", tensors))
-        return Call(
-            kind="all_to_all",
-            input=given,
-            input_sizes=self._splits("input_split_sizes", given, input_sizes),
-            output_sizes=self._splits("output_split_sizes", output, output_sizes),
-        )
+        sent = self._splits("input_split_sizes", given, input_sizes)
+        received = self._splits("output_split_sizes", output, output_sizes)
+        self._equal("all_to_all", "rows from itself", received[self.member], sent[self.member])
+        return Call(kind="all_to_all", input=given, input_sizes=sent, output_sizes=received)
 
     def all_to_all_lists(self, outputs: Sequence[Tensor], given: Sequence[Tensor]) -> Call:
         """An all-to-all of one tensor for each rank; the sizes count elements."""
         self.same_dtype("all_to_all", self.contiguous("all_to_all", [*outputs, *given]))
         self._equal("all_to_all", "number of inputs", len(given), self.size)
         self._equal("all_to_all", "number of outputs", len(outputs), self.size)
-        return Call(
-            kind="all_to_all",
-            input=flat(given),
-            input_sizes=tuple(tensor.numel() for tensor in given),
-            output_sizes=tuple(tensor.numel() for tensor in outputs),
-        )
+        sent = tuple(tensor.numel() for tensor in given)
+        received = tuple(tensor.numel() for tensor in outputs)
+        self._equal("all_to_all", "elements from itself", received[self.member], sent[self.member])
+        return Call(kind="all_to_all", input=flat(given), input_sizes=sent, output_sizes=received)
 
     def scatter(self, output: Tensor, given: Sequence[Tensor], root: int) -> Call:
         """A scatter of the root's tensors (elsewhere there are none); the sizes count elements."""
         self.same_dtype("scatter", [output, *given])
         mine = output.numel()
+        if given:
+            self._equal("scatter", "elements from itself", mine, given[self.member].numel())
         return Call(
             kind="scatter",
             input=flat(given) if given else output.detach().new_empty(0),
