@@ -1,0 +1,1 @@
+"""Property tests for routers, permutations, dispatchers and layers: ours and anybody's."""
