@@ -83,15 +83,12 @@ def print_outcomes(outcomes: Sequence[Outcome], console: Console) -> bool:
         if not outcome.passed:
             console.print(Text(f"\nFAILED {outcome.explain()}"), soft_wrap=True)
         elif outcome.flips:
-            worst = max(flip.gap for flip in outcome.flips)
-            limit = FLIP_GAP[outcome.setting.dtype]
-            console.print(
-                Text(
-                    f"{outcome.setting.layout}, {_short(str(outcome.setting.dtype))}: "
-                    f"{len(outcome.flips)} near-ties of routing were replayed; largest score gap {worst:.1e}, allowed {limit:.0e}"
-                ),
-                soft_wrap=True,
+            setting, worst = outcome.setting, max(flip.gap for flip in outcome.flips)
+            note = (
+                f"{setting.layout}, {_short(str(setting.dtype))}: {len(outcome.flips)} near-ties of routing "
+                f"were replayed; largest score gap {worst:.1e}, allowed {FLIP_GAP[setting.dtype]:.0e}"
             )
+            console.print(Text(note), soft_wrap=True)
     failed = sum(not outcome.passed for outcome in outcomes)
     limits = ", ".join(f"{limit:.0e} in {_short(str(dtype))}" for dtype, limit in TOLERANCE.items())
     verdict = (

@@ -11,8 +11,8 @@ import torch
 
 from isozyme.core.config import ModelConfig, MoEConfig, OptimConfig, RouterConfig, RunConfig
 from isozyme.core.topology import Layout
-from isozyme.launch.verify import prepare, settings
 from isozyme.launch.verify_judge import Reference, judge
+from isozyme.launch.verify_plan import prepare, settings
 from isozyme.launch.verify_run import Experiment, Setting
 
 LAYOUTS = (

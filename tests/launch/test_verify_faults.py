@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import io
 from functools import cache
 
 import pytest
 import torch
+from rich.console import Console
 
 from isozyme.core.config import RunConfig
 from isozyme.core.topology import Layout
 from isozyme.launch.compose import compose
-from isozyme.launch.verify import fault_layout, prepare
 from isozyme.launch.verify_faults import FAULTS, Fault
 from isozyme.launch.verify_judge import Outcome, Reference, judge
-from isozyme.launch.verify_report import evidence
+from isozyme.launch.verify_plan import fault_layout, prepare
+from isozyme.launch.verify_report import evidence, fault_table
 from isozyme.launch.verify_run import Experiment, Setting
 
 LAYOUT = Layout(dp=4, ep=2)
@@ -75,3 +77,16 @@ def test_the_message_names_the_layout_the_rank_and_its_coordinates() -> None:
 
 def test_faults_are_tried_where_experts_are_spread_and_replicated() -> None:
     assert fault_layout(RunConfig()) == Layout(dp=4, ep=2)
+
+
+def test_the_table_of_faults_tells_found_from_missed() -> None:
+    healthy = judge(
+        _experiment(),
+        Setting(layout=LAYOUT, dtype=torch.float64, dispatcher="alltoall", experts="loop"),
+        _reference(),
+    )
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(fault_table([(FAULTS[0], _outcome(FAULTS[0].name)), (FAULTS[1], healthy)]))
+    rows = [line for line in console.export_text().splitlines() if "expert gradients" in line]
+    assert "found" in rows[0]
+    assert "MISSED" in rows[1]

@@ -9,8 +9,8 @@ from isozyme.core.config import ModelConfig, MoEConfig, RouterConfig, RunConfig
 from isozyme.core.genome.windows import totals_of
 from isozyme.core.topology import Layout
 from isozyme.launch.compose import compose
-from isozyme.launch.verify import prepare
 from isozyme.launch.verify_judge import Reference
+from isozyme.launch.verify_plan import prepare
 from isozyme.launch.verify_reduced import MICRO_BATCH, PADDED_STEP, Windows, reduced, starved_expert
 from isozyme.launch.verify_routing import load_by_layer
 
