@@ -7,6 +7,7 @@ here is pure integer arithmetic: no rank talks, nothing is enumerated, and a mil
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -67,18 +68,32 @@ class Grid:
         return tuple(sorted(members))
 
     def split_axis(self, axis: str, inner: int) -> Grid:
-        """The same ranks with `axis` refined into `axis_in` (size `inner`, fastest) and `axis_out`.
+        """The same ranks with `axis` refined into `axis%inner` (the fastest) and `axis//inner`.
 
-        K/V heads replicated inside TP use it: with 2 heads on tp=4, `tp_in`=2 ranks hold the same head.
+        The names say the index: a rank at `tp` has the index `tp % inner` on the one and `tp // inner` on the
+        other. K/V heads replicated inside TP use it: with 2 heads on tp=4, the ranks along `tp%2` hold the
+        same head, and those along `tp//2` different ones.
+
+        >>> Grid(("tp",), (4,)).split_axis("tp", 2).group(3, "tp%2")
+        (2, 3)
         """
         where = self.axes.index(axis)
         outer, rest = divmod(self.sizes[where], inner)
         if rest:
             raise ValueError(f"{axis}={self.sizes[where]} is not divisible by {inner}.")
         return Grid(
-            (*self.axes[:where], f"{axis}_in", f"{axis}_out", *self.axes[where + 1 :]),
+            (*self.axes[:where], f"{axis}%{inner}", f"{axis}//{inner}", *self.axes[where + 1 :]),
             (*self.sizes[:where], inner, outer, *self.sizes[where + 1 :]),
         )
+
+    def refined(self, axes: Iterable[str]) -> Grid:
+        """This grid, with every axis split that `axes` names a part of, such as `tp%2` or `tp//2`."""
+        grid = self
+        for name in axes:
+            part = re.fullmatch(r"(\w+)(?:%|//)(\d+)", name)
+            if part is not None and name not in grid.axes and part[1] in grid.axes:
+                grid = grid.split_axis(part[1], int(part[2]))
+        return grid
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +175,8 @@ class Layout:
 class Topology:
     """A legal layout as two grids over the same ranks.
 
-    Axis names: dense `tp cp dp pp`, expert `etp ep edp pp`. Methods take one name or several of one grid.
+    Axis names: dense `tp cp dp pp`, expert `etp ep edp pp`. Methods take one name or several of one grid; a
+    name may also be a part of an axis, such as `tp%2` or `tp//2` (see `Grid.split_axis`).
 
     >>> topology = Topology(Layout(dp=4, ep=2))
     >>> topology.world_size, topology.size("edp"), topology.group(3, "ep"), topology.group(3, "edp")
@@ -189,10 +205,10 @@ class Topology:
         return self.dense.world_size
 
     def grid(self, axes: str | Iterable[str]) -> Grid:
-        """The grid that has all the named axes."""
-        names = set(_names(axes))
-        for grid in (self.dense, self.expert):
-            if names <= set(grid.axes):
+        """The grid that has all the named axes, refined where parts of axes are named."""
+        names = _names(axes)
+        for grid in (self.dense.refined(names), self.expert.refined(names)):
+            if set(names) <= set(grid.axes):
                 return grid
         raise ValueError(
             f"no grid has the axes {sorted(names)} together; dense: {DENSE_AXES}, expert: {EXPERT_AXES}."
@@ -209,6 +225,10 @@ class Topology:
     def coordinates(self, rank: int) -> dict[str, int]:
         """The index of `rank` on every axis of both grids."""
         return self.dense.coordinates(rank) | self.expert.coordinates(rank)
+
+    def index(self, rank: int, axis: str) -> int:
+        """The index of `rank` on one axis, or on a part of one."""
+        return self.grid(axis).coordinates(rank)[axis]
 
     def embedding_group(self, rank: int) -> tuple[int, ...]:
         """The first and the last pipeline stage of `rank`'s pipeline, which share a tied embedding."""

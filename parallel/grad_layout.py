@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from isozyme.core.topology import Topology
 from isozyme.parallel.communicator import Communicator
-from isozyme.parallel.process_groups import GROUPS, ProcessGroups
+from isozyme.parallel.process_groups import ProcessGroups, group_axes
 from isozyme.parallel.shard_spec import EMBEDDING, ShardSpec, spec_of
 
 ALIGNMENT = 64
@@ -74,7 +74,7 @@ def reduce_communicators(spec: ShardSpec, groups: ProcessGroups) -> tuple[Commun
 
 def _one_or_several(axes: set[str], topology: Topology, groups: ProcessGroups) -> list[Communicator]:
     wanted = topology.size(axes)
-    for known in GROUPS:
+    for known in group_axes(topology):
         # A group over more axes has the same ranks if the further axes have size one.
         if axes <= set(known) and topology.size(known) == wanted:
             return [groups[known]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
-from isozyme.core.errors import ConfigError
+from isozyme.core.errors import ConfigError, divisors
 from isozyme.core.topology import Topology
 from isozyme.parallel.communicator import Communicator, SingleCommunicator
 
@@ -27,7 +27,17 @@ GROUPS: tuple[tuple[str, ...], ...] = (
     ("etp", "ep"),
     ("tp", "cp", "dp", "pp"),
 )
-"""The axes, alone and together, that a manager builds groups for."""
+"""The axes, alone and together, that a manager builds groups for at every layout."""
+
+
+def group_axes(topology: Topology) -> tuple[tuple[str, ...], ...]:
+    """All axes, alone and together, that a manager builds groups for: `GROUPS` and the parts of TP.
+
+    For each n that properly divides TP there is `tp%n`, the neighbours that hold the same shard of a weight
+    with fewer parts than TP ranks (K/V heads), alone and with the other ranks that sum its gradient.
+    """
+    parts = [f"tp%{n}" for n in divisors(topology.size("tp"))[1:-1]]
+    return (*GROUPS, *((part,) for part in parts), *((part, "cp", "dp") for part in parts))
 
 
 @runtime_checkable
@@ -85,7 +95,7 @@ class ProcessGroups:
         self.topology = topology
         self.rank = world.rank
         self.coordinates = topology.coordinates(world.rank)
-        self._communicators = {axes: self._build(axes, world) for axes in GROUPS}
+        self._communicators = {axes: self._build(axes, world) for axes in group_axes(topology)}
         pairs = _partition(topology.embedding_group(rank) for rank in range(world.size))
         rest = set(range(world.size)) - {rank for pair in pairs for rank in pair}
         self.embedding = world.split("embedding", sorted([*pairs, *((rank,) for rank in rest)]))
@@ -102,7 +112,7 @@ class ProcessGroups:
             if set(known) == set(names):
                 return communicator
         raise KeyError(
-            f"no group over {'+'.join(names)}; there are {', '.join('+'.join(k) for k in GROUPS)}."
+            f"no group over {'+'.join(names)}; there are {', '.join(map('+'.join, self._communicators))}."
         )
 
     @property

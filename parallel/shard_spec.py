@@ -37,7 +37,8 @@ class ShardSpec:
     global_shape: tuple[int, ...]
     grid: Literal["dense", "expert"] = "dense"
     split: tuple[tuple[int, str], ...] = ()
-    """(dim, axis) pairs: dim is cut into equal contiguous parts over the axis."""
+    """(dim, axis) pairs: dim is cut into equal contiguous parts over the axis, or over a part of an axis:
+    `tp//2` gives each pair of neighbours on `tp` the same shard, and then `tp%2` stands in `replicas`."""
     init_dim: int = 0
     """The dim whose indices are seeded one by one, so that a slice costs only its share to initialise."""
     replicas: Mapping[str, Replica] = field(default_factory=dict)
@@ -66,7 +67,6 @@ class ShardSpec:
 
     def slices(self, topology: Topology, rank: int) -> tuple[slice, ...]:
         """The part of the global tensor that `rank` holds."""
-        at = topology.coordinates(rank)
         parts = [slice(0, size) for size in self.global_shape]
         for dim, axis in self.split:
             count, whole = topology.size(axis), self.global_shape[dim]
@@ -74,8 +74,8 @@ class ShardSpec:
                 raise ValueError(
                     f"{self.name}: dim {dim} of size {whole} is not divisible by {axis}={count}."
                 )
-            share = whole // count
-            parts[dim] = slice(at[axis] * share, (at[axis] + 1) * share)
+            share, index = whole // count, topology.index(rank, axis)
+            parts[dim] = slice(index * share, (index + 1) * share)
         return tuple(parts)
 
     def local_shape(self, topology: Topology) -> tuple[int, ...]:
@@ -88,9 +88,9 @@ class ShardSpec:
 
     def is_writer(self, topology: Topology, rank: int) -> bool:
         """Whether `rank` is the replica that writes this shard to a checkpoint (coordinate 0 on each)."""
-        at = topology.coordinates(rank)
-        at[EMBEDDING] = int(rank != topology.embedding_group(rank)[0])
-        return all(at[axis] == 0 for axis in self.replicas)
+        if EMBEDDING in self.replicas and rank != topology.embedding_group(rank)[0]:
+            return False
+        return all(topology.index(rank, axis) == 0 for axis in self.replicas if axis != EMBEDDING)
 
 
 def dense_spec(name: str, global_shape: tuple[int, ...], init: Init, *, decay: bool = True) -> ShardSpec:

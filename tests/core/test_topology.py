@@ -88,20 +88,30 @@ def test_a_split_axis_keeps_every_rank_and_refines_its_coordinate(
     assert finer.world_size == grid.world_size
     for rank in range(grid.world_size):
         old, new = grid.coordinates(rank), finer.coordinates(rank)
-        assert old.pop(axis) == new.pop(f"{axis}_in") + inner * new.pop(f"{axis}_out")
+        assert old.pop(axis) == new.pop(f"{axis}%{inner}") + inner * new.pop(f"{axis}//{inner}")
         assert old == new
-        assert grid.group(rank, axis) == finer.group(rank, (f"{axis}_in", f"{axis}_out"))
+        assert grid.group(rank, axis) == finer.group(rank, (f"{axis}%{inner}", f"{axis}//{inner}"))
 
 
 def test_kv_heads_on_more_tp_ranks_are_held_by_neighbours() -> None:
     grid = Grid(("tp", "dp"), (4, 2)).split_axis("tp", 2)
-    assert [grid.group(rank, "tp_in") for rank in (0, 2, 5)] == [(0, 1), (2, 3), (4, 5)]
-    assert grid.group(1, "tp_out") == (1, 3)
+    assert [grid.group(rank, "tp%2") for rank in (0, 2, 5)] == [(0, 1), (2, 3), (4, 5)]
+    assert grid.group(1, "tp//2") == (1, 3)
 
 
 def test_an_axis_is_split_by_its_divisors_only() -> None:
     with pytest.raises(ValueError, match="tp=4 is not divisible by 3"):
         Grid(("tp",), (4,)).split_axis("tp", 3)
+
+
+def test_a_topology_understands_parts_of_an_axis() -> None:
+    topology = Topology(Layout(tp=4, dp=2, ep=8))
+    assert topology.size(("tp%2", "dp")) == 4
+    assert topology.group(3, ("tp%2", "dp")) == (2, 3, 6, 7)
+    assert [topology.index(rank, "tp//2") for rank in range(4)] == [0, 0, 1, 1]
+    assert [topology.index(rank, "tp%2") for rank in range(4)] == [0, 1, 0, 1]
+    with pytest.raises(ValueError, match="no grid has the axes"):
+        topology.size(("tp", "tp%2"))
 
 
 @given(layout=layouts())

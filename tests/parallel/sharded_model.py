@@ -25,6 +25,10 @@ NUM_EXPERTS = 8
 PARTIAL: Mapping[str, Replica] = {"tp": "partial", "cp": "partial", "dp": "partial"}
 
 
+HEADS = 2
+"""Parts of the weight that has fewer of them than some layouts have TP ranks."""
+
+
 def _layouts(most: int) -> list[Layout]:
     sizes = itertools.product((1, 2, 4), (1, 2), (1, 2, 3, 4), (1, 2), (1, 2, 4), (1, 2, 4, 8))
     found = []
@@ -40,7 +44,7 @@ def layouts(most: int = 8) -> st.SearchStrategy[Layout]:
     return st.sampled_from(_layouts(most))
 
 
-def global_specs(pp: int = 1) -> list[tuple[ShardSpec, tuple[int, ...], int | None]]:
+def global_specs(pp: int = 1, tp: int = 1) -> list[tuple[ShardSpec, tuple[int, ...], int | None]]:
     """(spec, pipeline stages that hold it, number of the expert) of every tensor of the model."""
     normal = Init.normal(0.5)
     found: list[tuple[ShardSpec, tuple[int, ...], int | None]] = []
@@ -58,6 +62,12 @@ def global_specs(pp: int = 1) -> list[tuple[ShardSpec, tuple[int, ...], int | No
         dense(f"{at}.norm", (5,), stages, replicas=PARTIAL, decay=False)
         dense(f"{at}.column", (8, 3), stages, split=((0, "tp"),), replicas={"cp": "partial", "dp": "partial"})
         dense(f"{at}.row", (3, 8), stages, split=((1, "tp"),), replicas={"cp": "partial", "dp": "partial"})
+        few: dict[str, Replica] = {"cp": "partial", "dp": "partial"}
+        heads = "tp"
+        if tp > HEADS:
+            heads = f"tp//{tp // HEADS}"
+            few[f"tp%{tp // HEADS}"] = "partial"
+        dense(f"{at}.few", (2 * HEADS, 3), stages, split=((0, heads),), replicas=few)
         same: dict[str, Replica] = {"tp": "identical", "cp": "partial", "dp": "partial"}
         dense(f"{at}.same", (2, 2), stages, replicas=same, decay=False)
         for expert in range(NUM_EXPERTS):
@@ -90,7 +100,7 @@ class ShardedModel(nn.Module):
         topology, rank = groups.topology, groups.rank
         specs = [
             spec
-            for spec, stages, expert in global_specs(topology.size("pp"))
+            for spec, stages, expert in global_specs(topology.size("pp"), topology.size("tp"))
             if holds(topology, rank, stages, expert)
         ]
         self.stacks: dict[str, Tensor] = {}
@@ -144,21 +154,24 @@ def gradient_part(spec: ShardSpec, topology: Topology, rank: int, step: int = 0)
 
     It differs between the ranks along partial axes, and is the same along identical and split ones.
     """
-    at = topology.coordinates(rank) | {"embedding": int(rank != topology.embedding_group(rank)[0])}
-    key = [at[axis] for axis in sorted(spec.reduce_axes)]
-    return random_tensor(spec.name, spec.global_shape, step, *key)
+    return random_tensor(spec.name, spec.global_shape, step, *_part_key(spec, topology, rank))
+
+
+def _part_key(spec: ShardSpec, topology: Topology, rank: int) -> tuple[int, ...]:
+    """The index of `rank` along each axis over which the gradient is summed."""
+    second_end = int(rank != topology.embedding_group(rank)[0])
+    axes = sorted(spec.reduce_axes)
+    return tuple(second_end if axis == "embedding" else topology.index(rank, axis) for axis in axes)
 
 
 def global_gradients(topology: Topology, step: int = 0) -> dict[str, Tensor]:
     """The oracle: the whole gradient of every global tensor."""
     found: dict[str, Tensor] = {}
-    for spec, stages, expert in global_specs(topology.size("pp")):
+    for spec, stages, expert in global_specs(topology.size("pp"), topology.size("tp")):
         parts: dict[tuple[int, ...], Tensor] = {}
         for rank in range(topology.world_size):
             if holds(topology, rank, stages, expert):
-                at = topology.coordinates(rank) | {"embedding": int(rank != topology.embedding_group(rank)[0])}
-                key = tuple(at[axis] for axis in sorted(spec.reduce_axes))
-                parts[key] = gradient_part(spec, topology, rank, step)
+                parts[_part_key(spec, topology, rank)] = gradient_part(spec, topology, rank, step)
         found[spec.name] = torch.stack(list(parts.values())).sum(0)
     return found
 

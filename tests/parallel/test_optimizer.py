@@ -35,7 +35,7 @@ def reference(layout: Layout) -> dict[str, torch.Tensor]:
     """torch's own AdamW on whole tensors, from gradients that the oracle adds up."""
     topology = Topology(layout)
     weights = {}
-    for spec, _, _ in global_specs(topology.size("pp")):
+    for spec, _, _ in global_specs(topology.size("pp"), topology.size("tp")):
         whole = tuple(slice(0, size) for size in spec.global_shape)
         value = initial_shard(
             name=spec.name, global_shape=spec.global_shape, slices=whole, init=spec.init, seed=0

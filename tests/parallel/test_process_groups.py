@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from isozyme.core.errors import ConfigError
 from isozyme.core.topology import Layout, Topology
-from isozyme.parallel.process_groups import GROUPS, ProcessGroups, SingleWorld, World
+from isozyme.parallel.process_groups import ProcessGroups, SingleWorld, World, group_axes
 from isozyme.parallel.simulated import SimulatedWorld, simulate
 
 LAYOUTS = [
@@ -17,6 +17,7 @@ LAYOUTS = [
     Layout(dp=3, ep=3),
     Layout(tp=2, dp=2, ep=2),
     Layout(tp=2, cp=2, ep=4),
+    Layout(tp=4, dp=2, ep=2),
     Layout(dp=2, pp=3, ep=2),
     Layout(tp=2, etp=2, dp=2, ep=2, pp=2),
     Layout(dp=4, ep=2, order="ep-dp-tp-cp-pp"),
@@ -31,7 +32,7 @@ def test_every_group_holds_the_ranks_that_the_topology_names(layout: Layout, sch
     def program(world: SimulatedWorld) -> None:
         groups, rank = ProcessGroups(topology, world), world.rank
         assert (groups.rank, groups.coordinates) == (rank, topology.coordinates(rank))
-        pairs = [(groups[axes], topology.group(rank, axes)) for axes in GROUPS]
+        pairs = [(groups[axes], topology.group(rank, axes)) for axes in group_axes(topology)]
         pairs.append((groups.embedding, topology.embedding_group(rank)))
         for comm, ranks in pairs:
             if rank not in ranks:

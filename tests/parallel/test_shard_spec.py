@@ -18,7 +18,7 @@ from tests.parallel.sharded_model import PARTIAL, ShardedModel, global_specs, ho
 @given(layouts(most=16))
 def test_writers_tile_every_global_tensor_exactly_once(layout):
     topology = Topology(layout)
-    for spec, stages, expert in global_specs(topology.size("pp")):
+    for spec, stages, expert in global_specs(topology.size("pp"), topology.size("tp")):
         covered = torch.zeros(spec.global_shape, dtype=torch.int64)
         for rank in range(topology.world_size):
             if holds(topology, rank, stages, expert) and spec.is_writer(topology, rank):
@@ -30,7 +30,7 @@ def test_writers_tile_every_global_tensor_exactly_once(layout):
 @given(layouts(most=16))
 def test_num_replicas_is_how_many_ranks_hold_each_element(layout):
     topology = Topology(layout)
-    for spec, stages, expert in global_specs(topology.size("pp")):
+    for spec, stages, expert in global_specs(topology.size("pp"), topology.size("tp")):
         held = torch.zeros(spec.global_shape, dtype=torch.int64)
         for rank in range(topology.world_size):
             if holds(topology, rank, stages, expert):
@@ -42,7 +42,7 @@ def test_num_replicas_is_how_many_ranks_hold_each_element(layout):
 @given(layouts())
 def test_local_shape_is_that_of_every_rank_s_slices(layout):
     topology = Topology(layout)
-    for spec, _, _ in global_specs(topology.size("pp")):
+    for spec, _, _ in global_specs(topology.size("pp"), topology.size("tp")):
         for rank in range(topology.world_size):
             shape = tuple(part.stop - part.start for part in spec.slices(topology, rank))
             assert shape == spec.local_shape(topology)
