@@ -529,3 +529,46 @@ class TestSurroundings:
 
     def test_a_rank_cannot_simulate(self) -> None:
         fails(lambda: ranks(dist.get_rank), "cannot simulate a world")
+
+
+class TestLibraries:
+    """What torch builds on its process groups runs as well."""
+
+    @staticmethod
+    def model() -> torch.nn.Module:
+        torch.manual_seed(1)
+        layers = torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)
+        return torch.nn.Sequential(*layers).double()
+
+    @staticmethod
+    def loss(model: torch.nn.Module, rank: int) -> Tensor:
+        return model(value_of(rank)).square().sum()
+
+    def expected(self) -> list[Tensor]:
+        model = self.model()
+        (sum(self.loss(model, rank) for rank in range(2)) / 2).backward()  # type: ignore[union-attr]
+        return [parameter.grad for parameter in model.parameters()]  # type: ignore[misc]
+
+    def test_distributed_data_parallel_averages_gradients(self) -> None:
+        def program() -> list[Any]:
+            model = torch.nn.parallel.DistributedDataParallel(self.model())
+            self.loss(model, dist.get_rank()).backward()
+            return [parameter.grad for parameter in model.parameters()]
+
+        torch.testing.assert_close(ranks(program, 2), [self.expected()] * 2)
+
+    @pytest.mark.skipif(TORCH < (2, 13), reason="DTensor of torch 2.11 crashes in any thread that ends")
+    def test_fully_sharded_parameters_average_gradients(self) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        def program() -> list[Any]:
+            model = self.model()
+            fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+            self.loss(model, dist.get_rank()).backward()
+            return [parameter.grad.full_tensor() for parameter in model.parameters()]
+
+        torch.testing.assert_close(ranks(program, 2), [self.expected()] * 2)
+
+
+def value_of(rank: int) -> Tensor:
+    return torch.arange(6, dtype=torch.float64).view(2, 3) * (rank + 1) / 4 - rank
