@@ -48,6 +48,14 @@ class Fault:
     error: Exception
 
 
+@dataclass(frozen=True)
+class Delay:
+    """A rank that makes one of its communicator calls only when no other rank can go on."""
+
+    rank: int
+    call: int
+
+
 @overload
 def simulate(
     world_size: int,
@@ -56,7 +64,7 @@ def simulate(
     schedule_seed: int = 0,
     schedule: Schedule | None = None,
     seed: int = 0,
-    faults: Sequence[Fault] = (),
+    faults: Sequence[Fault | Delay] = (),
     trace: Literal[False] = False,
 ) -> list[Result]: ...
 
@@ -69,7 +77,7 @@ def simulate(
     schedule_seed: int = 0,
     schedule: Schedule | None = None,
     seed: int = 0,
-    faults: Sequence[Fault] = (),
+    faults: Sequence[Fault | Delay] = (),
     trace: Literal[True],
 ) -> tuple[list[Result], Trace]: ...
 
@@ -81,7 +89,7 @@ def simulate(
     schedule_seed: int = 0,
     schedule: Schedule | None = None,
     seed: int = 0,
-    faults: Sequence[Fault] = (),
+    faults: Sequence[Fault | Delay] = (),
     trace: bool = False,
 ) -> list[Result] | tuple[list[Result], Trace]:
     """Run `fn(world)` on every rank of a simulated world.
@@ -93,7 +101,7 @@ def simulate(
         schedule: makes that choice itself, from the ascending list of the ranks that may run.
         seed: the random streams of rank r (Python, NumPy, torch) start from (seed, r); the caller's are
             as before afterwards.
-        faults: errors to raise on given ranks.
+        faults: errors to raise, and calls to delay, on given ranks.
         trace: return the trace as well.
 
     Returns:
@@ -251,10 +259,10 @@ class _Group:
 class _Shared:
     """All that the ranks of one simulated world have in common."""
 
-    def __init__(self, size: int, schedule: Schedule, seed: int, faults: Sequence[Fault]) -> None:
+    def __init__(self, size: int, schedule: Schedule, seed: int, faults: Sequence[Fault | Delay]) -> None:
         self.baton = Baton(size, schedule, self._stuck, seed)
         self.records: list[list[Record]] = [[] for _ in range(size)]
-        self._faults = {(fault.rank, fault.call): fault.error for fault in faults}
+        self._faults = {(fault.rank, fault.call): fault for fault in faults}
         self._splits: list[tuple[int, str, list[tuple[int, ...]], list[_Group]]] = []
         self._split_calls = [0] * size
         self._joined: dict[str, tuple[int, _Group]] = {}
@@ -306,8 +314,10 @@ class _Shared:
         self.baton.check()
         rank, source = group.ranks[member], caller()
         fault = self._faults.get((rank, len(self.records[rank])))
+        if isinstance(fault, Fault):
+            raise self.baton.fail(fault.error, rank)
         if fault is not None:
-            raise self.baton.fail(fault, rank)
+            self.baton.hold(rank)
         self.records[rank].append(Record.of(call, group.name, group.ranks, member, source))
         post = Post(rank, member, group.name, group.ranks, call, source, copy_of_input(call))
         self._open[rank][post] = None
@@ -364,7 +374,9 @@ class _Shared:
             f"for rank {', '.join(map(str, post.missing()))}"
             for rank, post in sorted(self._waiting.items())
         ]
-        lines += [f"  rank {rank} has returned" for rank in sorted(self._returned)]
+        for rank in sorted(self._returned):
+            last = [f" after {r.kind} over {r.group} at {r.source}" for r in self.records[rank][-1:]]
+            lines.append(f"  rank {rank} has returned{''.join(last)}")
         return CommunicationError(
             f"deadlock: {len(self._waiting)} of {len(self.records)} ranks wait and none can go on\n"
             + "\n".join(lines)

@@ -79,6 +79,7 @@ class Baton:
         for lock in (*self._turn, self._end):
             lock.acquire()
         self._ready = set(range(size))
+        self._held: set[int] = set()
         self._unfinished = set(range(size))
         self._surroundings: list[Surroundings] = []
 
@@ -133,6 +134,12 @@ class Baton:
         if chosen != rank:
             self._pass(rank, chosen)
 
+    def hold(self, rank: int) -> None:
+        """The running rank goes on only when no other one may run."""
+        self._held.add(rank)
+        self.offer(rank)
+        self._held.discard(rank)
+
     def block(self, rank: int) -> None:
         """Give the baton away until another rank calls `wake(rank)`."""
         self.check()
@@ -155,9 +162,9 @@ class Baton:
     def _next(self) -> int:
         if self.failure is not None:
             return min(self._unfinished)
-        ready = sorted(self._ready)
+        ready = sorted(self._ready - self._held) or sorted(self._ready)
         chosen = self._schedule(ready)
-        if chosen not in self._ready:
+        if chosen not in ready:
             raise ValueError(
                 f"the schedule must choose one of the ranks that may run: {chosen} not in {ready}."
             )

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from isozyme.core.errors import CommunicationError, UsageError
-from isozyme.parallel.simulated import Fault, SimulatedWorld, simulate
+from isozyme.parallel.simulated import Delay, Fault, SimulatedWorld, simulate
 from isozyme.parallel.simulated_baton import Schedule, simulating
 from isozyme.parallel.simulated_torch_group import SimulatedProcessGroup
 from isozyme.parallel.trace import Trace
@@ -38,7 +38,7 @@ def simulate_torch(
     schedule_seed: int = 0,
     schedule: Schedule | None = None,
     seed: int = 0,
-    faults: Sequence[Fault] = (),
+    faults: Sequence[Fault | Delay] = (),
     trace: Literal[False] = False,
 ) -> list[Result]: ...
 
@@ -51,7 +51,7 @@ def simulate_torch(
     schedule_seed: int = 0,
     schedule: Schedule | None = None,
     seed: int = 0,
-    faults: Sequence[Fault] = (),
+    faults: Sequence[Fault | Delay] = (),
     trace: Literal[True],
 ) -> tuple[list[Result], Trace]: ...
 
@@ -63,7 +63,7 @@ def simulate_torch(
     schedule_seed: int = 0,
     schedule: Schedule | None = None,
     seed: int = 0,
-    faults: Sequence[Fault] = (),
+    faults: Sequence[Fault | Delay] = (),
     trace: bool = False,
 ) -> list[Result] | tuple[list[Result], Trace]:
     """Run `fn(world)` on simulated ranks in which torch.distributed is initialised.

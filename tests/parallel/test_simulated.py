@@ -18,7 +18,7 @@ from isozyme.core.errors import CommunicationError, ConfigError
 from isozyme.core.topology import Layout, Topology
 from isozyme.parallel.communicator import Communicator
 from isozyme.parallel.process_groups import ProcessGroups
-from isozyme.parallel.simulated import Fault, SimulatedWorld, simulate
+from isozyme.parallel.simulated import Delay, Fault, SimulatedWorld, simulate
 from isozyme.parallel.simulated_baton import Baton, simulating
 
 Program = Callable[[SimulatedWorld, Communicator], object]
@@ -506,6 +506,31 @@ class TestTraces:
             "call 1: rank 0 makes all_reduce over tp at tests/parallel/test_simulated.py:"
         )
         assert difference.endswith("rank 2 makes no call")
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_a_delayed_call_is_made_when_no_other_rank_can_go_on(late: int, seed: int) -> None:
+    started: list[int] = []
+
+    def program(world: SimulatedWorld) -> None:
+        pending = world.whole().all_reduce_async(torch.ones(1))
+        started.append(world.rank)
+        pending.wait()
+
+    simulate(3, program, faults=[Delay(late, 0)], schedule_seed=seed)
+    assert started[-1] == late
+
+
+def test_a_rank_that_left_is_named_with_its_last_call() -> None:
+    def program(world: SimulatedWorld) -> None:
+        comm = world.whole()
+        comm.all_reduce(torch.ones(1))
+        if world.rank == 0:
+            comm.barrier()
+
+    with pytest.raises(CommunicationError, match=r"rank 1 has returned after all_reduce over world at tests"):
+        simulate(2, program)
 
 
 def test_a_dispatch_like_program_on_eight_ranks_takes_milliseconds() -> None:
