@@ -16,9 +16,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from isozyme.moe.experts.arrived import no_rows, weights_by_row, weights_by_slot
-from isozyme.moe.kernels.row_map import MAX_EXPERTS, row_map
-from isozyme.moe.kernels.rows import gather_rows, scatter_rows
-from isozyme.moe.kernels.swiglu import swiglu_prob, swiglu_prob_backward
+from isozyme.moe.kernels import direct
+from isozyme.moe.kernels.row_map import MAX_EXPERTS, row_map, run_row_map
+from isozyme.moe.kernels.rows import gather_rows, run_gather_rows, run_scatter_rows, scatter_rows
+from isozyme.moe.kernels.swiglu import (
+    run_swiglu_prob,
+    run_swiglu_prob_backward,
+    swiglu_prob,
+    swiglu_prob_backward,
+)
 from isozyme.moe.types import Arrival
 
 
@@ -30,28 +36,31 @@ class _FusedExperts(torch.autograd.Function):
         ctx: Any, x: Tensor, probs: Tensor, gate_up: Tensor, down: Tensor, slot_row: Tensor, ends: Tensor
     ) -> Tensor:
         num_rows = slot_row.numel()
-        rows = scatter_rows(x, slot_row, num_rows)
+        rows = direct(scatter_rows, run_scatter_rows)(x, slot_row, num_rows)
         hidden = F.grouped_mm(rows, gate_up.mT, offs=ends)
         weights = weights_by_row(probs, slot_row, num_rows)
-        result = F.grouped_mm(swiglu_prob(hidden, weights), down.mT, offs=ends)
-        ctx.save_for_backward(x, hidden, probs, gate_up, down, slot_row, ends)
-        return gather_rows(result, slot_row)
+        middle = direct(swiglu_prob, run_swiglu_prob)(hidden, weights)
+        result = F.grouped_mm(middle, down.mT, offs=ends)
+        ctx.save_for_backward(x, hidden, weights, gate_up, down, slot_row, ends)
+        tokens: Tensor = direct(gather_rows, run_gather_rows)(result, slot_row)
+        return tokens
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        x, hidden, probs, gate_up, down, slot_row, ends = ctx.saved_tensors
-        num_rows = slot_row.numel()
-        d_result = scatter_rows(grads[0].contiguous(), slot_row, num_rows)
+        x, hidden, weights, gate_up, down, slot_row, ends = ctx.saved_tensors
+        scatter, num_rows = direct(scatter_rows, run_scatter_rows), slot_row.numel()
+        d_result = scatter(grads[0].contiguous(), slot_row, num_rows)
         d_middle = F.grouped_mm(d_result, down, offs=ends)
-        d_hidden, d_weights, middle = swiglu_prob_backward(
-            d_middle, hidden, weights_by_row(probs, slot_row, num_rows)
+        d_hidden, d_weights, middle = direct(swiglu_prob_backward, run_swiglu_prob_backward)(
+            d_middle, hidden, weights
         )
         d_down = F.grouped_mm(d_result.mT, middle, offs=ends)
         del d_result, middle, d_middle
-        rows = scatter_rows(x, slot_row, num_rows)
+        rows = scatter(x, slot_row, num_rows)
         d_gate_up = F.grouped_mm(d_hidden.mT, rows, offs=ends)
         del rows
-        d_x = gather_rows(F.grouped_mm(d_hidden, gate_up, offs=ends), slot_row)
+        d_rows = F.grouped_mm(d_hidden, gate_up, offs=ends)
+        d_x = direct(gather_rows, run_gather_rows)(d_rows, slot_row)
         return d_x, weights_by_slot(d_weights, slot_row), d_gate_up, d_down, None, None
 
 
@@ -61,7 +70,7 @@ def grouped_mm_fused_experts(
     """For each arrived row the weighted sum over its local experts; see `ArrivalFunction`."""
     if arrival.rows.shape[0] == 0:
         return no_rows(arrival, gate_up, down)
-    slot_row, _, ends = row_map(arrival.expert_ids, arrival.kept, gate_up.shape[0], 1)
+    slot_row, _, ends = direct(row_map, run_row_map)(arrival.expert_ids, arrival.kept, gate_up.shape[0], 1)
     result: Tensor = _FusedExperts.apply(arrival.rows, arrival.probs, gate_up, down, slot_row, ends)  # type: ignore[no-untyped-call]
     return result
 

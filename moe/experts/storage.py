@@ -121,7 +121,7 @@ class ExpertWeights(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExpertWeights:  # noqa: ARG002
         """Move or cast (`.to`, `.bfloat16()`) each stack as a whole, so that its views stay views."""
         for parameters in (self.gate_up, self.down):
-            _move(parameters, fn, _shared_stack(tuple(parameters)))
+            _move(parameters, fn, stack_of(tuple(parameters)).detach())
         return self
 
 
@@ -158,42 +158,63 @@ def _move(parameters: nn.ParameterList, fn: Callable[[Tensor], Tensor], stack: T
             new.grad = grad
 
 
-def _shared_stack(parameters: Sequence[Tensor]) -> Tensor:
-    """The tensor `[n, ...]` that the parameters view, without gradient."""
-    first = parameters[0]
-    tied = all(
-        p.is_contiguous()
-        and p.shape == first.shape
-        and p.dtype == first.dtype
-        and p.untyped_storage()._cdata == first.untyped_storage()._cdata
-        and p.storage_offset() == first.storage_offset() + index * first.numel()
-        for index, p in enumerate(parameters)
+def _shared_stack(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The tensor `[n, ...]` that equally shaped tensors view side by side, or None if they do not."""
+    first, last = tensors[0], tensors[-1]
+    step = first.numel() * first.element_size()
+    base = _address(first)
+    tied = (
+        first.is_contiguous()
+        and first.untyped_storage()._cdata == last.untyped_storage()._cdata
+        and all(_address(tensor) == base + index * step for index, tensor in enumerate(tensors))
     )
     if not tied:
-        raise UsageError(
-            f"the parameters of {len(parameters)} experts no longer lie side by side in one storage: "
-            "something replaced them one by one. Call ExpertWeights.tie() after it."
-        )
-    return first.detach().as_strided((len(parameters), *first.shape), (first.numel(), *first.stride()))
+        return None
+    return first.detach().as_strided((len(tensors), *first.shape), (first.numel(), *first.stride()))
+
+
+def _address(tensor: Tensor) -> int:
+    return int(tensor.storage_offset()) * tensor.element_size() if tensor.is_meta else tensor.data_ptr()
 
 
 class _Stack(torch.autograd.Function):
     @staticmethod
-    def forward(_ctx: Any, *parameters: Tensor) -> Tensor:
-        return _shared_stack(parameters)
+    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
+        stack = _shared_stack(parameters)
+        if stack is None:
+            raise UsageError(
+                f"the parameters of {len(parameters)} experts no longer lie side by side in one storage: "
+                "something replaced them one by one. Call ExpertWeights.tie() after it."
+            )
+        ctx.parameters = parameters
+        return stack
 
     @staticmethod
-    def backward(_ctx: Any, *grads: Any) -> Any:
-        return grads[0].contiguous().unbind(0)
+    def backward(ctx: Any, *grads: Any) -> Any:
+        main = main_grad_stack(ctx.parameters)
+        if main is None:
+            return grads[0].contiguous().unbind(0)
+        main.add_(grads[0])
+        return (None,) * len(ctx.parameters)
+
+
+def main_grad_stack(parameters: Sequence[Tensor]) -> Tensor | None:
+    """The parameters' `main_grad` as one stack `[n, ...]`, or None if they have none."""
+    if not all(hasattr(parameter, "main_grad") for parameter in parameters):
+        return None
+    return _shared_stack([parameter.main_grad for parameter in parameters])  # type: ignore[attr-defined]
 
 
 def stack_of(parameters: Sequence[Tensor]) -> Tensor:
-    """The stack `[n, ...]` that `parameters` view, without a copy.
+    """The stack `[n, ...]` that `parameters` view, without a copy (under `torch.compile`: with one).
 
     In backward each parameter gets its slice of the stack's gradient, a view, exactly zero for an expert
-    without rows: so every expert takes part in whatever waits for gradients.
+    without rows: so every expert takes part in whatever waits for gradients. Where a gradient buffer has
+    given them adjacent `main_grad`, the whole stack is added to it at once and no single gradient appears.
 
     Raises:
         UsageError: if they do not lie side by side in one storage.
     """
+    if torch.compiler.is_compiling():
+        return torch.stack(tuple(parameters))
     return _Stack.apply(*parameters)  # type: ignore[no-untyped-call]

@@ -62,7 +62,8 @@ class TEExperts:
     """The experts of one layer; call it with what arrived and the two weight stacks.
 
     Where the parameters have a `main_grad`, weight gradients are added to it by the GEMM itself (in fp32),
-    and none flows through the graph; elsewhere they flow as usual.
+    and none flows through the graph; elsewhere each parameter gets its own, without passing through the
+    stacks.
 
     Args:
         weights: the storage, for its parameters' `main_grad`.
@@ -96,9 +97,9 @@ class TEExperts:
         rows = scatter_rows(arrival.rows, slot_row, sum(splits), counts, ends)
         weights = weights_by_row(arrival.probs, slot_row, sum(splits))
         with self._autocast():
-            hidden = self._gate_up(rows, splits, gate_up, tuple(self._weights.gate_up))
+            hidden = self._gate_up(rows, splits, tuple(self._weights.gate_up))
             middle = swiglu_prob(hidden, weights)
-            result = self._down(middle, splits, down, tuple(self._weights.down))
+            result = self._down(middle, splits, tuple(self._weights.down))
         return gather_rows(result, slot_row, counts, ends)
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -119,25 +120,25 @@ class _EmptyGroupedLinear:
             setattr(self._module, f"bias{index}", torch.empty(0, dtype=dtype, device="cuda"))
 
     def __call__(
-        self,
-        rows: Float[Tensor, "R I"],
-        splits: list[int],
-        stack: Float[Tensor, "G O I"],
-        parameters: Sequence[nn.Parameter],
+        self, rows: Float[Tensor, "R I"], splits: list[int], parameters: Sequence[nn.Parameter]
     ) -> Float[Tensor, "R O"]:
         fused = torch.is_grad_enabled() and all(hasattr(p, "main_grad") for p in parameters)
-        weights = self._bind_leaves(parameters, stack) if fused else stack.unbind(0)
         self._module.fuse_wgrad_accumulation = fused
+        weights = self._leaves_of(parameters) if fused else [_matrix(p) for p in parameters]
         for index, weight in enumerate(weights):
             self._module.__dict__[f"weight{index}"] = weight
         result: Tensor = self._module(rows, splits)
         return result
 
-    def _bind_leaves(self, parameters: Sequence[nn.Parameter], stack: Tensor) -> tuple[nn.Parameter, ...]:
-        """Leaves that view the stack, with our `main_grad`: so no gradient enters the graph."""
-        views = stack.detach().unbind(0)
-        if len(self._leaves) != len(views) or self._leaves[0].data_ptr() != views[0].data_ptr():
-            self._leaves = tuple(nn.Parameter(view) for view in views)
+    def _leaves_of(self, parameters: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
+        """Leaves that view ours and whose `main_grad` views ours, so that no gradient enters the graph."""
+        if len(self._leaves) != len(parameters) or self._leaves[0].data_ptr() != parameters[0].data_ptr():
+            self._leaves = tuple(nn.Parameter(_matrix(parameter.detach())) for parameter in parameters)
         for leaf, parameter in zip(self._leaves, parameters, strict=True):
             leaf.main_grad = parameter.main_grad.view(leaf.shape)  # type: ignore[attr-defined]
         return self._leaves
+
+
+def _matrix(weight: Tensor) -> Tensor:
+    """A weight as the matrix `[out, in]`: gate-up `[2, F, H]` becomes `[2F, H]`, without a copy."""
+    return weight.flatten(0, -2)

@@ -30,8 +30,9 @@ def row_map_twin(
     return slot_row.view(topk_ids.shape), counts.int(), aligned.cumsum(0).int()
 
 
-@torch.library.custom_op("isozyme::row_map", mutates_args=())
-def row_map(topk_ids: Tensor, kept: Tensor, num_experts: int, align: int) -> tuple[Tensor, Tensor, Tensor]:
+def run_row_map(
+    topk_ids: Tensor, kept: Tensor, num_experts: int, align: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Where each slot's row goes in the expert-major buffer.
 
     Args:
@@ -50,6 +51,9 @@ def row_map(topk_ids: Tensor, kept: Tensor, num_experts: int, align: int) -> tup
 
         return launch_row_map(topk_ids, kept, num_experts, align)
     return row_map_twin(topk_ids, kept, num_experts, align)
+
+
+row_map = torch.library.custom_op("isozyme::row_map", run_row_map, mutates_args=())
 
 
 @row_map.register_fake

@@ -30,8 +30,7 @@ def gather_rows_twin(rows: Float[Tensor, "R H"], slot_row: Int[Tensor, "T K"]) -
     return picked.sum(dim=1, dtype=torch.promote_types(rows.dtype, torch.float32)).to(rows.dtype)
 
 
-@torch.library.custom_op("isozyme::scatter_rows", mutates_args=())
-def scatter_rows(
+def run_scatter_rows(
     tokens: Tensor,
     slot_row: Tensor,
     num_rows: int,
@@ -58,6 +57,9 @@ def scatter_rows(
     return scatter_rows_twin(tokens, slot_row, num_rows)
 
 
+scatter_rows = torch.library.custom_op("isozyme::scatter_rows", run_scatter_rows, mutates_args=())
+
+
 @scatter_rows.register_fake
 @no_type_check
 def _(
@@ -71,8 +73,7 @@ def _(
     return tokens.new_empty((num_rows, tokens.shape[1]))
 
 
-@torch.library.custom_op("isozyme::gather_rows", mutates_args=())
-def gather_rows(
+def run_gather_rows(
     rows: Tensor, slot_row: Tensor, counts: Tensor | None = None, ends: Tensor | None = None
 ) -> Tensor:
     """Add up the rows of each token's kept slots, in at least fp32 and in slot order.
@@ -93,6 +94,9 @@ def gather_rows(
 
         return launch_gather_rows(rows, slot_row)
     return gather_rows_twin(rows, slot_row)
+
+
+gather_rows = torch.library.custom_op("isozyme::gather_rows", run_gather_rows, mutates_args=())
 
 
 @gather_rows.register_fake

@@ -35,8 +35,7 @@ def swiglu_prob_backward_twin(
     return d_hidden, d_probs, (silu * up * weight).to(hidden.dtype)
 
 
-@torch.library.custom_op("isozyme::swiglu_prob", mutates_args=())
-def swiglu_prob(hidden: Tensor, probs: Tensor) -> Tensor:
+def run_swiglu_prob(hidden: Tensor, probs: Tensor) -> Tensor:
     """`silu(gate) * up * prob` for each row.
 
     Args:
@@ -53,6 +52,9 @@ def swiglu_prob(hidden: Tensor, probs: Tensor) -> Tensor:
     return swiglu_prob_twin(hidden, probs)
 
 
+swiglu_prob = torch.library.custom_op("isozyme::swiglu_prob", run_swiglu_prob, mutates_args=())
+
+
 @swiglu_prob.register_fake
 @no_type_check
 def _(hidden: Tensor, probs: Tensor) -> Tensor:
@@ -60,8 +62,7 @@ def _(hidden: Tensor, probs: Tensor) -> Tensor:
     return hidden.new_empty((hidden.shape[0], hidden.shape[1] // 2))
 
 
-@torch.library.custom_op("isozyme::swiglu_prob_backward", mutates_args=())
-def swiglu_prob_backward(grad: Tensor, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def run_swiglu_prob_backward(grad: Tensor, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `swiglu_prob`, and its output again (which the down projection's wgrad needs).
 
     Args:
@@ -77,6 +78,11 @@ def swiglu_prob_backward(grad: Tensor, hidden: Tensor, probs: Tensor) -> tuple[T
 
         return launch_swiglu_prob_backward(grad, hidden, probs)
     return swiglu_prob_backward_twin(grad, hidden, probs)
+
+
+swiglu_prob_backward = torch.library.custom_op(
+    "isozyme::swiglu_prob_backward", run_swiglu_prob_backward, mutates_args=()
+)
 
 
 @swiglu_prob_backward.register_fake

@@ -27,9 +27,9 @@ CASES: list[tuple[str, Precision, float]] = [
     ("grouped_mm", "bf16", 0.01),
     ("grouped_mm_fused", "bf16", 0.01),
     ("te", "bf16", 0.01),
-    ("te", "fp8_current", 0.09),
+    ("te", "fp8_current", 0.12),
     ("te", "fp8_delayed", 0.12),
-    ("te", "fp8_block", 0.09),
+    ("te", "fp8_block", 0.12),
     ("te_ops", "bf16", 0.01),
     ("mxfp8_emulated", "mxfp8_emulated", 0.09),
 ]
@@ -137,7 +137,8 @@ def test_main_grad_accumulates_over_micro_batches(backend: str, precision: Preci
     if unmet is not None:
         pytest.skip(unmet)
     experts = build(backend, precision, torch.bfloat16)
-    once = run(experts, draw(300, torch.bfloat16))
+    for _ in range(3):  # delayed scaling needs a history before its scales mean anything
+        once = run(experts, draw(300, torch.bfloat16))
     buffer = GradientBuffer(experts.parameters(), ProcessGroups(Topology(Layout()), SingleWorld()))
     buffer.zero()
     for _ in range(2):
