@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from isozyme.core.errors import Rules, divisors
+from isozyme.core.pipeline import PipelineConfig
+from isozyme.core.tensor import tensor_problems
 from isozyme.core.topology import Layout
 
 Precision = Literal[
@@ -324,6 +326,7 @@ class RunConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Precision = "fp32"
     layout: Layout = field(default_factory=Layout)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -334,10 +337,24 @@ class RunConfig:
         rules = Rules(self.name)
         layout_problems = self.layout.problems(world_size)
         rules.extend(layout_problems)
-        rules.extend(self.model.problems())
+        model_problems = self.model.problems()
+        rules.extend(model_problems)
         rules.extend(self.data.problems())
         rules.extend(self.optim.problems())
-        rules.extend(self.train.problems(dp=None if layout_problems else self.layout.resolved().dp))
+        dp = None if layout_problems else self.layout.resolved().dp
+        rules.extend(self.train.problems(dp=dp))
+        if self.layout.pp >= 1 and self.model.num_layers >= 1:
+            per_rank = (dp or 0) * self.train.micro_batch
+            whole = per_rank > 0 and self.train.global_batch % per_rank == 0
+            rules.extend(
+                self.pipeline.problems(
+                    stages=self.layout.pp,
+                    num_layers=self.model.num_layers,
+                    micro_batches=self.train.global_batch // per_rank if whole else None,
+                )
+            )
+        if not model_problems and min(self.layout.tp, self.layout.cp, self.layout.etp) >= 1:
+            rules.extend(tensor_problems(self.model, self.layout, self.data.window))
         experts, ep = self.model.moe.router.num_experts, self.layout.ep
         if ep >= 1 and experts >= 1 and "M" in self.model.layer_kinds():
             rules.check(

@@ -128,8 +128,11 @@ def _fit(hint: Any, value: Any, raw: str | None) -> Any:
         raise _Illegal(f"one of {', '.join(map(str, legal))}", _nearest(value, legal))
     if get_origin(hint) is tuple:
         parts = get_args(hint)
+        counted = f"{len(parts)} "
+        if parts[-1] is Ellipsis:
+            counted, parts = "", (parts[0],) * (len(value) if isinstance(value, (list, tuple)) else 1)
         if not isinstance(value, (list, tuple)) or len(value) != len(parts):
-            raise _Illegal(f"a list of {len(parts)} {_NAMES[parts[0]][1]}", "")
+            raise _Illegal(f"a list of {counted}{_NAMES[parts[0]][1]}", "")
         return tuple(_fit(part, item, None) for part, item in zip(parts, value, strict=True))
     return _fit_scalar(hint, value, raw)
 

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,6 +26,7 @@ from isozyme.core.topology import Topology
 from isozyme.launch.compose import compose_stored
 from isozyme.launch.requirements import Machine, check
 from isozyme.models.decoder import build_model
+from isozyme.models.stage import Stage
 from isozyme.models.types import Chunk, ModelOutput
 from isozyme.parallel.process_groups import ProcessGroups, SingleWorld
 from isozyme.parallel.weights import METADATA, load_weights
@@ -46,26 +48,45 @@ def evaluate(
     """The mean cross-entropy in bits over all valid labels of all ranks' batches.
 
     All ranks call it together, each with as many batches (padding alone where windows have run out), since
-    the experts' ranks exchange tokens. The model is left in the mode (training or not) it was in.
+    the experts' ranks exchange tokens; those of one pipeline with the same. The model is left in the mode
+    (training or not) it was in.
+
+    Args:
+        model: this rank's `Stage`, or the whole model.
+        batches: this rank's micro-batches.
+        groups: this rank's groups.
+        device: where the model is.
 
     Raises:
         DataError: if no label is valid.
     """
+    stage = model if isinstance(model, Stage) else Stage([model], groups)
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    training = model.training
-    model.eval()
+    training = stage.training
+    stage.eval()
     try:
-        for batch in batches:
-            there = batch.to(device)
-            output: ModelOutput = model(there)
-            assert output.loss_sum is not None
-            sums += torch.stack([output.loss_sum.double(), there.label_valid.sum().double()])
+        for round_ in _rounds(batches, device, groups["pp"].size):
+
+            def add(_chunk: int, micro_batch: int, output: ModelOutput, round_: list[Batch] = round_) -> None:
+                if output.loss_sum is not None:
+                    labels = round_[micro_batch].label_valid.sum()
+                    sums.add_(torch.stack([output.loss_sum.double(), labels.double()]))
+
+            stage.evaluate_on(round_, add)
     finally:
-        model.train(training)
-    nats, labels = groups["cp", "dp"].all_reduce(sums).tolist()
+        stage.train(training)
+    nats, labels = groups["pp"].all_reduce(groups["cp", "dp"].all_reduce(sums)).tolist()
     if not labels:
         raise DataError("there is nothing to predict: no label of the evaluated windows is A, C, G or T.")
     return Evaluation(nats / labels / math.log(2), int(labels))
+
+
+def _rounds(batches: Iterable[Batch], device: torch.device, stages: int) -> Iterator[list[Batch]]:
+    """The batches on the device, one at a time, or as many at once as keep a pipeline mostly busy."""
+    left = iter(batches)
+    at_once = 1 if stages == 1 else 4 * stages
+    while found := [batch.to(device) for batch in islice(left, at_once)]:
+        yield found
 
 
 def chosen_windows(available: int, wanted: int | None) -> list[int]:

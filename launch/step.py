@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from isozyme.core.batch import Batch, StepTotals
 from isozyme.core.errors import NonFiniteError
+from isozyme.models.stage import Overrides, Stage
 from isozyme.models.types import ModelOutput
 from isozyme.moe.expert_bias import update_expert_biases
 from isozyme.moe.types import RouterStats, Routing
@@ -36,7 +37,7 @@ class Updates(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What one step did, the same on every rank (of one pipeline stage, for the counts of experts)."""
+    """What one step did, the same on every rank."""
 
     totals: StepTotals
     loss: float
@@ -50,7 +51,8 @@ class StepResult:
     clip: float
     """What every gradient was multiplied by; 1.0 if nothing was clipped."""
     routed: Int[Tensor, "L E"]
-    """Slots that chose each expert of each mixture-of-experts layer, before capacity; on the CPU."""
+    """Slots that chose each expert of each mixture-of-experts layer of the model, before capacity; on the
+    CPU."""
     dropped: Int[Tensor, "L E"]
     """Slots that capacity dropped; on the CPU."""
     skipped: bool = False
@@ -64,27 +66,41 @@ class StepResult:
 
 @dataclass
 class Sums:
-    """Sums over this rank's micro-batches of one step (no gradients)."""
+    """Sums over this rank's micro-batches of one step, in its own chunks (no gradients)."""
 
     loss: Tensor | None = None
-    """[3] in fp64: cross-entropy, balance loss, z-loss."""
-    routed: Tensor | None = None
-    """[L, E] int64."""
-    dropped: Tensor | None = None
-    """[L, E] int64."""
-    routings: list[Sequence[Routing]] = field(default_factory=list)
-    """For each micro-batch the routing of each layer, if they were asked for."""
+    """[3] in fp64: cross-entropy (0 on a stage without the head), balance loss, z-loss."""
+    _counts: dict[int, Tensor] = field(default_factory=dict)
+    """For each chunk with expert layers `[2, L, E]` int64: routed and dropped slots."""
+    routings: list[list[Routing]] = field(default_factory=list)
+    """For each micro-batch the routing of each expert layer of this rank, if they were asked for."""
 
-    def add(self, output: ModelOutput) -> None:
-        """Add one micro-batch."""
-        assert output.loss_sum is not None
-        zero = output.loss_sum.new_zeros(())
-        parts = [output.loss_sum, *(sum((getattr(s, n) for s in output.stats), zero) for n in _LOSSES)]
-        loss = torch.stack([part.detach().double() for part in parts])
+    def add(self, chunk: int, output: ModelOutput) -> None:
+        """Add what one chunk made of one micro-batch."""
+        parts = [output.loss_sum, *(_total(output.stats, name) for name in _LOSSES)]
+        known = next((part for part in (*parts, output.hidden) if part is not None), None)
+        assert known is not None
+        zero = known.new_zeros((), dtype=torch.float64)
+        loss = torch.stack([zero if part is None else part.detach().double() for part in parts])
         self.loss = loss if self.loss is None else self.loss + loss
-        routed, dropped = (_stack(output.stats, name, zero.device) for name in ("routed", "dropped"))
-        self.routed = routed if self.routed is None else self.routed + routed
-        self.dropped = dropped if self.dropped is None else self.dropped + dropped
+        if output.stats:
+            counts = torch.stack(
+                [torch.stack([stats.routed, stats.dropped]) for stats in output.stats], dim=1
+            )
+            self._counts[chunk] = self._counts[chunk] + counts if chunk in self._counts else counts
+
+    def counts(self) -> Int[Tensor, "2 L E"]:
+        """Routed and dropped slots of this rank's expert layers, chunk by chunk; `[2, 0, 0]` if it has none."""
+        assert self.loss is not None
+        held = [self._counts[chunk] for chunk in sorted(self._counts)]
+        if held:
+            return torch.cat(held, dim=1)
+        return torch.zeros((2, 0, 0), dtype=torch.int64, device=self.loss.device)
+
+
+def _total(stats: Sequence[RouterStats], name: str) -> Tensor | None:
+    """The sum over layers of one loss; None without layers."""
+    return sum((getattr(s, name) for s in stats[1:]), getattr(stats[0], name)) if stats else None
 
 
 _LOSSES = ("aux_loss", "z_loss")
@@ -104,23 +120,54 @@ def step_totals(local: StepTotals, groups: ProcessGroups, device: torch.device) 
     return StepTotals(valid_labels=valid, windows=windows, real_tokens=real)
 
 
-def total_loss(output: ModelOutput, totals: StepTotals) -> Tensor:
-    """This micro-batch's share of the step's loss: each sum divided by the step's own count of its unit.
+def total_loss(output: ModelOutput, totals: StepTotals) -> Tensor | None:
+    """What one chunk adds to the step's loss with one micro-batch: each sum divided by the step's count of it.
 
-    `loss_sum / valid_labels + Σ aux_loss / windows + Σ z_loss / real_tokens`, the sums over the layers.
+    `loss_sum / valid_labels + Σ aux_loss / windows + Σ z_loss / real_tokens`, the sums over the chunk's
+    layers, so that each term is counted once over all stages; None from a chunk without any term.
     """
-    assert output.loss_sum is not None
-    loss = output.loss_sum / totals.valid_labels
-    for stats in output.stats:
-        loss = loss + stats.aux_loss / totals.windows + stats.z_loss / totals.real_tokens
-    return loss
+    terms = [] if output.loss_sum is None else [output.loss_sum / totals.valid_labels]
+    terms += [s.aux_loss / totals.windows + s.z_loss / totals.real_tokens for s in output.stats]
+    return sum(terms[1:], terms[0]) if terms else None
+
+
+def run_microbatches(
+    stage: Stage,
+    batches: Sequence[Batch],
+    totals: StepTotals,
+    overrides: Overrides | None = None,
+    *,
+    keep_routings: bool = False,
+) -> Sums:
+    """Forward and backward of every micro-batch through this rank's chunks, in the order of the schedule.
+
+    Args:
+        stage: what this rank holds of the model.
+        batches: this rank's micro-batches; all ranks of one pipeline have the same.
+        totals: counts of the whole step.
+        overrides: routings to replay.
+        keep_routings: note the routing of every expert layer of this rank.
+    """
+    sums = Sums()
+    found: dict[tuple[int, int], Sequence[Routing]] = {}
+
+    def visit(chunk: int, micro_batch: int, output: ModelOutput) -> None:
+        sums.add(chunk, output)
+        if keep_routings:
+            found[micro_batch, chunk] = output.routings
+
+    stage.train_on(batches, lambda output: total_loss(output, totals), visit, overrides)
+    if keep_routings:
+        chunks = range(len(stage.chunks))
+        sums.routings = [[r for c in chunks for r in found[m, c]] for m in range(len(batches))]
+    return sums
 
 
 class TrainStep:
     """One optimiser step over the micro-batches that it is given.
 
     Args:
-        model: follows `isozyme.models.types.Model`, the whole of it on every pipeline (one chunk).
+        model: this rank's `Stage`; or the whole model, which follows `isozyme.models.types.Model`.
         buffer: gradients of the model's parameters.
         optimizer: updates the parameters from the buffer.
         groups: this rank's groups.
@@ -138,7 +185,7 @@ class TrainStep:
         clip: float = 0.0,
         expert_bias_rate: float = 0.0,
     ) -> None:
-        self.model = model
+        self.stage = model if isinstance(model, Stage) else Stage([model], groups)
         self.buffer = buffer
         self.optimizer = optimizer
         self.groups = groups
@@ -151,7 +198,7 @@ class TrainStep:
         batches: Sequence[Batch],
         totals: StepTotals,
         lr: float,
-        overrides: Sequence[Sequence[Routing]] | None = None,
+        overrides: Overrides | None = None,
         on_gradients: Callable[[], None] | None = None,
     ) -> StepResult:
         """Accumulate, reduce, check, clip, update. Every rank of the world calls it together.
@@ -160,7 +207,7 @@ class TrainStep:
             batches: this rank's micro-batches, on the device of the model.
             totals: counts of the whole step over all ranks (`step_totals`).
             lr: the learning rate of this step.
-            overrides: for each micro-batch the routings to replay.
+            overrides: for each micro-batch the routings to replay in this rank's expert layers.
             on_gradients: called when gradients are reduced and clipped, before the update (for verification).
 
         Raises:
@@ -178,8 +225,8 @@ class TrainStep:
             on_gradients()
         self.optimizer.step(lr)
         if self._biased and self.expert_bias_rate:
-            assert sums.routed is not None
-            update_expert_biases(self._biased, sums.routed.unbind(0), self.groups, rate=self.expert_bias_rate)
+            own = sums.counts()[0].unbind(0)
+            update_expert_biases(self._biased, own, self.groups, rate=self.expert_bias_rate)
         return StepResult(
             totals=totals,
             loss=loss[0] / totals.valid_labels,
@@ -195,31 +242,34 @@ class TrainStep:
         self,
         batches: Sequence[Batch],
         totals: StepTotals,
-        overrides: Sequence[Sequence[Routing]] | None = None,
+        overrides: Overrides | None = None,
         keep_routings: bool = False,
     ) -> Sums:
         """Forward and backward of every micro-batch into a fresh gradient buffer, not reduced yet."""
         self.buffer.zero()
-        sums = Sums()
-        for index, batch in enumerate(batches):
-            output: ModelOutput = self.model(
-                batch, routing_override=None if overrides is None else overrides[index]
-            )
-            total_loss(output, totals).backward()
-            sums.add(output)
-            if keep_routings:
-                sums.routings.append(output.routings)
-        return sums
+        return run_microbatches(self.stage, batches, totals, overrides, keep_routings=keep_routings)
 
     def _global_sums(self, sums: Sums) -> tuple[list[float], Tensor, Tensor]:
-        """The step's sums over all ranks that hold a part of them."""
+        """The step's sums over all ranks that hold a part of them, stages included."""
         assert sums.loss is not None
-        assert sums.routed is not None
-        assert sums.dropped is not None
-        loss = self.groups["cp", "dp"].all_reduce(sums.loss.clone())
-        counts = self.groups["tp", "cp", "dp"].all_reduce(torch.stack([sums.routed, sums.dropped]))
+        parts = sums.loss.clone()
+        if self.groups.coordinates["tp"] > 0:
+            parts[0] = 0.0  # every TP rank has the cross-entropy of all their tokens, and the rest of its own
+        loss = self.groups.world.all_reduce(parts)
+        counts = self.groups.world.all_reduce(self._in_whole_model(sums.counts()))
         routed, dropped = counts.cpu().unbind(0)
         return loss.tolist(), routed, dropped
+
+    def _in_whole_model(self, counts: Int[Tensor, "2 L E"]) -> Int[Tensor, "2 L_whole E"]:
+        """This rank's counts at the places of its layers among those of all stages; zeros elsewhere."""
+        stage = self.stage
+        if stage.expert_layers is None:
+            return counts
+        whole = counts.new_zeros((2, stage.num_expert_layers, stage.num_experts))
+        places = [layer for layers in stage.expert_layers for layer in layers]
+        if places:
+            whole[:, places] = counts
+        return whole
 
     def _check_loss(self, loss: list[float], sums: Sums) -> None:
         """Refuse a loss that is not finite; every rank sees the same sum, and so raises alike."""
@@ -253,10 +303,3 @@ class TrainStep:
 
 
 _NAMES = ("cross-entropy", "aux_loss", "z_loss")
-
-
-def _stack(stats: Sequence[RouterStats], name: str, device: torch.device) -> Tensor:
-    """`[L, E]` of one count; `[0, 0]` if the model has no experts."""
-    if not stats:
-        return torch.zeros((0, 0), dtype=torch.int64, device=device)
-    return torch.stack([getattr(layer, name) for layer in stats])

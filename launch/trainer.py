@@ -29,7 +29,8 @@ from isozyme.launch.requirements import Choice
 from isozyme.launch.resume import Checkpoints
 from isozyme.launch.step import StepResult, TrainStep, step_totals
 from isozyme.launch.stop import StopRequest, stop_on_signals
-from isozyme.models.types import Chunk, ModelFactory
+from isozyme.models.stage import Stage
+from isozyme.models.types import ModelFactory
 from isozyme.parallel.grad_buffer import GradientBuffer
 from isozyme.parallel.lr_schedule import learning_rate
 from isozyme.parallel.optimizer import Optimizer
@@ -94,7 +95,7 @@ def train_rank(run: Run, factory: ModelFactory) -> Callable[[], None]:
     """
     config = run.config
     torch.manual_seed(config.seed)
-    model = factory(config, run.groups, Chunk.whole(config.model.num_layers), run.device, run.choice.dtype)
+    model = Stage.build(factory, config, run.groups, run.device, run.choice.dtype)
     buffer = GradientBuffer(model.parameters(), run.groups)
     optimizer = Optimizer(buffer, config.optim)
     checkpoints = Checkpoints(run.folder, config, run.data.genome.sha256, model, optimizer, run.groups)
@@ -126,7 +127,7 @@ def train_rank(run: Run, factory: ModelFactory) -> Callable[[], None]:
         run.groups,
         metadata={"config": asdict(config), "step": progress.done, "genome_sha256": run.data.genome.sha256},
     )
-    choices = {**grouped_choices(getattr(model, "choices", {})), "optimiser": str(optimizer.choice)}
+    choices = {**grouped_choices(model.choices), "optimiser": str(optimizer.choice)}
     memory = peak_memory_bytes(run.device)
     return lambda: _close(run, progress, result, choices, memory, metrics, display)
 
@@ -188,7 +189,7 @@ class _Loop:
 
     def _evaluate(self, done: int) -> None:
         run = self.run_
-        result = evaluate(self.step.model, _held_out(run), run.groups, run.device)
+        result = evaluate(self.step.stage, _held_out(run), run.groups, run.device)
         self.metrics.write({"kind": "eval", "step": done - 1, **asdict(result)})
         self.display.say(f"held-out after step {done}: {result.bits_per_base:.4f} bits per base")
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from isozyme.core.batch import Batch
 from isozyme.core.config import ModelConfig, RunConfig
 from isozyme.core.errors import ConfigError, Rules
+from isozyme.core.tensor import tensor_problems
 from isozyme.core.topology import Layout
 from isozyme.models.attention import Context
 from isozyme.models.block import Block
@@ -21,14 +22,15 @@ from isozyme.models.norm import RMSNorm
 from isozyme.models.types import Chunk, ModelOutput
 from isozyme.moe.types import MoEOutput, Routing
 from isozyme.parallel.process_groups import ProcessGroups
+from isozyme.parallel.tensor import from_sequence, gather_tokens, sequence_part
 
 
 def unsupported_layout(layout: Layout) -> list[str]:
     """Why this model cannot run at `layout` yet, one message an axis; empty if it can."""
     return [
         f"not available yet: layout.{axis}={size} for isozyme.models.decoder. Use layout.{axis}=1; "
-        "dp, ep and etp are free."
-        for axis, size in (("tp", layout.tp), ("cp", layout.cp), ("pp", layout.pp))
+        "tp, dp, pp, ep and etp are free."
+        for axis, size in (("cp", layout.cp),)
         if size > 1
     ]
 
@@ -55,7 +57,8 @@ def build_model(
     """
     model, rules = config.model, Rules(config.name)
     rules.extend(unsupported_layout(groups.topology.layout))
-    rules.extend(model.problems())
+    model_problems = model.problems()
+    rules.extend(model_problems or tensor_problems(model, groups.topology.layout))
     depth, wanted = model.num_layers, chunk.layers
     rules.check(
         all(0 <= index < depth for index in (*wanted[:1], *wanted[-1:])),
@@ -80,6 +83,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.chunk = chunk
+        self.tp = builder.tp
         self.embedding = Embedding(builder, config) if chunk.has_embedding else None
         self.layers = nn.ModuleDict({str(index): Block(builder, index, config) for index in chunk.layers})
         self.final_norm: RMSNorm | None = None
@@ -101,18 +105,20 @@ class Decoder(nn.Module):
     def forward(
         self,
         batch: Batch,
-        hidden: Float[Tensor, "B S H"] | None = None,
+        hidden: Float[Tensor, "B P H"] | None = None,
         routing_override: Sequence[Routing] | None = None,
     ) -> ModelOutput:
         """Run one micro-batch through the chunk.
 
         Args:
-            batch: this rank's windows.
-            hidden: the previous chunk's output; None on the chunk with the embedding.
+            batch: this rank's windows; tensor-parallel ranks give the same, and each works on its part.
+            hidden: the previous chunk's output, P = S / tp tokens of each window; None on the chunk with the
+                embedding.
             routing_override: expert choices to replay, one for each mixture-of-experts layer of the chunk.
 
         Returns:
-            `loss_sum` from a chunk with the head, else `hidden`; and each expert layer's stats and routing.
+            `loss_sum` from a chunk with the head, else `hidden`; and each expert layer's stats and routing,
+            which are those of this rank's part.
 
         Raises:
             ConfigError: if `hidden` is missing or superfluous, or the overrides do not match the layers.
@@ -121,10 +127,11 @@ class Decoder(nn.Module):
         loss_sum = None
         if self.head is not None:
             loss_sum = cross_entropy_sum(
-                hidden.flatten(0, 1),
+                gather_tokens(hidden, self.tp).flatten(0, 1),
                 self.head.weight,
-                batch.labels.flatten(),
-                batch.label_valid.flatten(),
+                from_sequence(batch.labels, self.tp).flatten(),
+                from_sequence(batch.label_valid, self.tp).flatten(),
+                group=self.tp,
             )
         return ModelOutput(
             hidden=hidden if self.head is None else None,
@@ -133,7 +140,7 @@ class Decoder(nn.Module):
             routings=tuple(output.routing for output in outputs),
         )
 
-    def logits(self, batch: Batch, hidden: Float[Tensor, "B S H"] | None = None) -> Float[Tensor, "B S V"]:
+    def logits(self, batch: Batch, hidden: Float[Tensor, "B P H"] | None = None) -> Float[Tensor, "B S V"]:
         """The scores of every token id at each position, in the model's dtype; labels are not looked at.
 
         Raises:
@@ -153,10 +160,11 @@ class Decoder(nn.Module):
         x = self._input(batch, hidden)
         context = Context.of(batch, self.config, x.dtype)
         overrides = self._overrides(routing_override)
+        token_valid = sequence_part(batch.token_valid, self.tp)
         outputs: list[MoEOutput] = []
         for _, block in self._blocks():
             override = next(overrides) if block.moe is not None else None
-            x, output = block(x, context, batch.token_valid, override)
+            x, output = block(x, context, token_valid, override)
             if output is not None:
                 outputs.append(output)
         return x if self.final_norm is None else self.final_norm(x), outputs
