@@ -7,13 +7,14 @@ Their slow twin is `whole_window_attention`.
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from isozyme.core.context import ContextMethod
 from isozyme.parallel.communicator import Communicator
 from isozyme.parallel.context_allgather import allgather_attention
 from isozyme.parallel.context_layout import ContextLayout
@@ -21,8 +22,6 @@ from isozyme.parallel.context_plan import ContextPlan
 from isozyme.parallel.context_ring import ring_attention
 from isozyme.parallel.context_tiles import Documents
 from isozyme.parallel.context_ulysses import ulysses_attention
-
-ContextMethod = Literal["allgather", "ring", "ulysses"]
 
 
 class ContextAttention(Protocol):

@@ -9,16 +9,15 @@ Attention", arXiv:2311.09431. The pairing of chunks is that of Llama 3, arXiv:24
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from isozyme.core.batch import Batch
+from isozyme.core.context import ContextOrder, window_problems
 from isozyme.core.errors import Rules
-
-ContextOrder = Literal["zigzag", "contiguous"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,17 +106,3 @@ class ContextLayout:
             if isinstance(value := getattr(batch, field.name), Tensor)
         }
         return replace(batch, **parts)
-
-
-def window_problems(window: int, size: int, order: ContextOrder) -> list[str]:
-    """Why a window cannot be dealt out so, in words; empty if it can."""
-    unit = size if order == "contiguous" else 2 * size
-    if size == 1 or window % unit == 0:
-        return []
-    kind = "one chunk" if order == "contiguous" else "two chunks"
-    below = window // unit * unit
-    return [
-        f"window must give each context-parallel rank {kind} of equal length: data.window={window}, "
-        f"layout.cp={size}, model.attention.context_order={order}; {window} % {unit} = {window % unit}. "
-        f"The nearest windows are {f'{below} and ' if below else ''}{below + unit}."
-    ]

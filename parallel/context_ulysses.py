@@ -16,7 +16,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from isozyme.core.errors import ConfigError
+from isozyme.core.context import head_problems
+from isozyme.core.errors import Rules
 from isozyme.parallel.collectives import all_to_all
 from isozyme.parallel.context_partial import PartialAttention, PartialGradients
 from isozyme.parallel.context_plan import ContextPlan
@@ -45,9 +46,9 @@ def ulysses_attention(
         ConfigError: if the heads cannot be dealt out over the group.
     """
     size, layout = plan.comm.size, plan.layout
-    problems = head_problems(q.shape[2], k.shape[2], size)
-    if problems:
-        raise ConfigError("\n  - ".join(problems))
+    rules = Rules("ulysses attention")
+    rules.extend(head_problems(q.shape[2], k.shape[2], size))
+    rules.raise_if_broken()
     heads, key_heads = q.shape[2] // size, max(k.shape[2] // size, 1)
     k, v = (_for_ranks(x, size) for x in (k, v))
     for_rank = torch.cat(
@@ -59,30 +60,6 @@ def ulysses_attention(
     mixed = _whole_window(own_q, own_k, own_v, plan)
     back = rearrange(layout.deal(mixed), "b (p l) n d -> p b l n d", p=size)
     return rearrange(all_to_all(back.contiguous(), plan.comm), "p b l n d -> b l (p n) d")
-
-
-def head_problems(num_heads: int, num_kv_heads: int, size: int) -> list[str]:
-    """Why heads cannot be dealt out over `size` ranks, in words; empty if they can.
-
-    Args:
-        num_heads: query heads of one tensor-parallel rank.
-        num_kv_heads: key/value heads of one tensor-parallel rank.
-        size: number of context-parallel ranks.
-    """
-    problems = []
-    if num_heads % size:
-        problems.append(
-            "ulysses deals whole heads out: layout.cp must divide the heads of a tensor-parallel rank, "
-            f"model.num_heads/layout.tp={num_heads}, layout.cp={size}; {num_heads} % {size} = "
-            f"{num_heads % size}. Choose another layout.cp, or model.attention.context=allgather or ring."
-        )
-    if num_kv_heads % size and size % num_kv_heads:
-        problems.append(
-            "ulysses deals whole heads out: the key/value heads of a tensor-parallel rank must divide "
-            f"layout.cp or be divided by it: model.num_kv_heads/layout.tp={num_kv_heads}, layout.cp={size}. "
-            "Choose another layout.cp, or model.attention.context=allgather or ring."
-        )
-    return problems
 
 
 def _for_ranks(x: Float[Tensor, "B L M D"], size: int) -> Float[Tensor, "B L R D"]:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from isozyme.core.context import ContextMethod, ContextOrder
 from isozyme.core.errors import ConfigError
 from isozyme.parallel import context_kernels, context_partial
 from isozyme.parallel.communicator import SingleCommunicator
-from isozyme.parallel.context import METHODS, ContextMethod, plan_context, whole_window_attention
-from isozyme.parallel.context_layout import ContextLayout, ContextOrder
+from isozyme.parallel.context import METHODS, plan_context, whole_window_attention
+from isozyme.parallel.context_layout import ContextLayout
 from isozyme.parallel.context_tiles import subdivided
-from isozyme.parallel.context_ulysses import head_problems
 from isozyme.parallel.simulated import SimulatedWorld, simulate
 
 WINDOWS, WINDOW, WIDTH = 2, 16, 6
@@ -224,12 +224,6 @@ def test_one_rank_alone_sends_nothing_and_needs_no_world() -> None:
 
 
 def test_ulysses_refuses_heads_that_it_cannot_deal_out() -> None:
-    assert not head_problems(8, 2, 4)
-    assert not head_problems(8, 8, 2)
-    (message,) = head_problems(6, 2, 4)
-    assert "6 % 4 = 2" in message
-    (message,) = head_problems(12, 3, 2)
-    assert "model.num_kv_heads/layout.tp=3" in message
     case = make_case(3, 3, packed=False)
     with pytest.raises(ConfigError, match="3 % 2 = 1"):
         run(case, "ulysses", 2, "zigzag")
