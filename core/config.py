@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from isozyme.core.context import AttentionConfig
 from isozyme.core.errors import Rules, divisors
 from isozyme.core.pipeline import PipelineConfig
 from isozyme.core.tensor import tensor_problems
@@ -137,6 +138,7 @@ class ModelConfig:
     """Hidden width of the dense layers' MLP."""
     pattern: str = "M"
     """Kinds of layers, repeated over the depth: M mixture of experts, D dense."""
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
@@ -362,6 +364,15 @@ class RunConfig:
                 f"ep must divide num_experts: model.moe.router.num_experts={experts}, layout.ep={ep} leaves "
                 f"{experts % ep} experts unplaced. Choose ep from {', '.join(map(str, divisors(experts)))}.",
             )
+        rules.extend(
+            self.model.attention.problems(
+                window=self.data.window,
+                cp=self.layout.cp,
+                tp=self.layout.tp,
+                num_heads=self.model.num_heads,
+                num_kv_heads=self.model.num_kv_heads,
+            )
+        )
         rules.check(
             self.model.moe.dispatcher != "local" or ep == 1,
             "the local dispatcher holds all experts on one rank: "
