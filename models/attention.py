@@ -16,8 +16,9 @@ from torch.nn import functional as F
 from isozyme.core.batch import Batch
 from isozyme.core.config import ModelConfig
 from isozyme.models.builder import Builder
-from isozyme.models.linear import Linear
+from isozyme.models.linear import ColumnLinear, RowLinear, together
 from isozyme.models.rotary import Rotation, rotate, rotation_at
+from isozyme.parallel.tensor import from_sequence, to_sequence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +76,9 @@ def attend(
 class Attention(nn.Module):
     """Projections, rotation, attention and output projection of one layer.
 
+    Heads are cut over the tensor-parallel ranks. With fewer key/value heads than ranks, neighbouring ranks
+    hold the same one, which is the one that their query heads read.
+
     Args:
         builder: makes the parameters.
         name: global name of the module, such as `layers.3.attention`.
@@ -87,16 +91,22 @@ class Attention(nn.Module):
         self.head_width = config.head_width
         hidden, std = config.hidden, config.init_std
         query, key = config.num_heads * self.head_width, config.num_kv_heads * self.head_width
-        self.q = Linear(builder, f"{name}.q", hidden, query, std=std, split="rows")
-        self.k = Linear(builder, f"{name}.k", hidden, key, std=std, split="rows")
-        self.v = Linear(builder, f"{name}.v", hidden, key, std=std, split="rows")
-        self.output = Linear(builder, f"{name}.output", query, hidden, std=output_std, split="columns")
+        self.tp, kv_heads = builder.tp, config.num_kv_heads
+        self.q = ColumnLinear(builder, f"{name}.q", hidden, query, std=std)
+        self.k = ColumnLinear(builder, f"{name}.k", hidden, key, std=std, units=kv_heads)
+        self.v = ColumnLinear(builder, f"{name}.v", hidden, key, std=std, units=kv_heads)
+        self.output = RowLinear(builder, f"{name}.output", query, hidden, std=output_std)
 
-    def forward(self, x: Float[Tensor, "B S H"], context: Context) -> Float[Tensor, "B S H"]:
-        """Mix each token with the earlier tokens of its document."""
+    def forward(self, x: Float[Tensor, "B P H"], context: Context) -> Float[Tensor, "B P H"]:
+        """Mix each token with the earlier tokens of its document.
+
+        Args:
+            x: this rank's part of each sequence; attention sees the parts of all tensor-parallel ranks.
+            context: rotation and mask of all of these.
+        """
         q, k, v = (
-            rearrange(project(x), "b s (n d) -> b s n d", d=self.head_width)
-            for project in (self.q, self.k, self.v)
+            rearrange(to_sequence(rows, self.tp), "b s (n d) -> b s n d", d=self.head_width)
+            for rows in together(x, self.q, self.k, self.v)
         )
         mixed = attend(rotate(q, context.rotation), rotate(k, context.rotation), v, context.mask)
-        return self.output(rearrange(mixed, "b s n d -> b s (n d)"))
+        return self.output(from_sequence(rearrange(mixed, "b s n d -> b s (n d)"), self.tp))

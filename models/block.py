@@ -55,17 +55,18 @@ class Block(nn.Module):
 
     def forward(
         self,
-        x: Float[Tensor, "B S H"],
+        x: Float[Tensor, "B P H"],
         context: Context,
-        token_valid: Bool[Tensor, "B S"],
+        token_valid: Bool[Tensor, "B P"],
         routing_override: Routing | None = None,
-    ) -> tuple[Float[Tensor, "B S H"], MoEOutput | None]:
+    ) -> tuple[Float[Tensor, "B P H"], MoEOutput | None]:
         """The new hidden states, and what the experts' layer reports (None from a dense layer).
 
         Args:
-            x: hidden states.
+            x: hidden states of this rank's part of each window (tensor-parallel ranks have a part each, on
+                which norms, routers and residual additions work alone).
             context: rotation and mask of the micro-batch.
-            token_valid: which tokens are not padding, and so are routed.
+            token_valid: which of these tokens are not padding, and so are routed.
             routing_override: expert choices to replay, for a mixture-of-experts layer.
         """
         x = x + self.attention(self.attention_norm(x), context)

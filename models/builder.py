@@ -13,6 +13,7 @@ from torch import nn
 
 from isozyme.core.config import Precision
 from isozyme.core.initialisation import Init
+from isozyme.parallel.communicator import Communicator
 from isozyme.parallel.parameters import create_parameter
 from isozyme.parallel.process_groups import ProcessGroups
 from isozyme.parallel.shard_spec import EMBEDDING, Replica, ShardSpec, dense_spec
@@ -29,6 +30,11 @@ class Builder:
     precision: Precision | None = None
     """Precision of the experts' matrix products; that of `dtype` if None."""
 
+    @property
+    def tp(self) -> Communicator:
+        """The tensor-parallel ranks, which hold the parts of each sequence."""
+        return self.groups["tp"]
+
     def parameter(self, spec: ShardSpec) -> nn.Parameter:
         """This rank's shard of the tensor that `spec` describes, initialised by its global name."""
         return create_parameter(spec, self.groups, seed=self.seed, device=self.device, dtype=self.dtype)
@@ -40,6 +46,7 @@ class Builder:
         std: float,
         *,
         dim: int,
+        units: int | None = None,
         decay: bool = True,
         on_both_ends: bool = False,
     ) -> nn.Parameter:
@@ -51,18 +58,24 @@ class Builder:
             std: standard deviation of the initial values.
             dim: the output dim of a column-parallel weight, the input dim of a row-parallel one; its indices
                 are seeded one by one, so that a shard costs only its share to initialise.
+            units: how many parts `dim` has that must not be cut (K/V heads), if they may be fewer than the
+                ranks: then neighbouring ranks hold the same one, and their gradients are parts of the sum.
             decay: whether weight decay applies.
             on_both_ends: whether the first and the last pipeline stage hold a copy each, whose gradients are
                 parts of the sum: a tied embedding.
         """
+        split: tuple[tuple[int, str], ...] = ((dim, "tp"),)
         replicas: dict[str, Replica] = {"cp": "partial", "dp": "partial"}
+        if units is not None and units < self.tp.size:
+            split, held_by = _shared_split(dim, self.tp.size // units, self.tp.size)
+            replicas = {held_by: "partial", **replicas}
         if on_both_ends:
             replicas[EMBEDDING] = "partial"
         return self.parameter(
             ShardSpec(
                 name=name,
                 global_shape=shape,
-                split=((dim, "tp"),),
+                split=split,
                 init_dim=dim,
                 replicas=replicas,
                 init=Init.normal(std),
@@ -77,3 +90,10 @@ class Builder:
         norms (and biases) out is the custom since GPT-3 (Brown et al. 2020) and BERT.
         """
         return self.parameter(dense_spec(name, (width,), Init.constant(1.0), decay=False))
+
+
+def _shared_split(dim: int, copies: int, tp: int) -> tuple[tuple[tuple[int, str], ...], str]:
+    """The split of a dim of which `copies` neighbouring ranks hold each part, and the axis along them."""
+    if copies == tp:
+        return (), "tp"
+    return ((dim, f"tp//{copies}"),), f"tp%{copies}"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from isozyme.core.config import ModelConfig
 from isozyme.models.builder import Builder
+from isozyme.parallel.collectives import gather_replicated_from_group
+from isozyme.parallel.tensor import from_sequence, gather_tokens, to_sequence, vocabulary_parallel_embedding
 
 
 def embedding_weight(builder: Builder, config: ModelConfig) -> nn.Parameter:
@@ -32,11 +35,12 @@ class Embedding(nn.Module):
 
     def __init__(self, builder: Builder, config: ModelConfig) -> None:
         super().__init__()
+        self.tp = builder.tp
         self.weight = embedding_weight(builder, config)
 
-    def forward(self, tokens: Int[Tensor, "B S"]) -> Float[Tensor, "B S H"]:
-        """Look up each token's vector."""
-        return F.embedding(tokens, self.weight)
+    def forward(self, tokens: Int[Tensor, "B S"]) -> Float[Tensor, "B P H"]:
+        """The vectors of this rank's part of each sequence; tensor-parallel ranks give the same tokens."""
+        return vocabulary_parallel_embedding(from_sequence(tokens, self.tp), self.weight, self.tp)
 
 
 class Head(nn.Module):
@@ -51,12 +55,20 @@ class Head(nn.Module):
 
     def __init__(self, builder: Builder, config: ModelConfig, shared: Embedding | None) -> None:
         super().__init__()
+        self.tp = builder.tp
         if config.tied:
             self.weight = shared.weight if shared is not None else embedding_weight(builder, config)
         else:
             shape = (config.vocab_size, config.hidden)
             self.weight = builder.split_weight("head.weight", shape, config.init_std, dim=0)
 
-    def forward(self, hidden: Float[Tensor, "*batch H"]) -> Float[Tensor, "*batch V"]:
-        """All logits at once; for the loss see `isozyme.models.loss`, which does without."""
-        return F.linear(hidden, self.weight)
+    def forward(self, hidden: Float[Tensor, "B P H"]) -> Float[Tensor, "B S V"]:
+        """All logits at once, the same on all tensor-parallel ranks, from each rank's part of the sequence.
+
+        For the loss see `isozyme.models.loss`, which does without.
+        """
+        logits = to_sequence(F.linear(gather_tokens(hidden, self.tp), self.weight), self.tp)
+        if self.tp.size == 1:
+            return logits
+        by_id = gather_replicated_from_group(rearrange(logits, "b s v -> v b s"), self.tp)
+        return rearrange(by_id, "v b s -> b s v")

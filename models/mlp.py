@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from isozyme.models.builder import Builder
+from isozyme.parallel.tensor import column_parallel_linear, row_parallel_linear
 
 
 class MLP(nn.Module):
@@ -29,10 +30,13 @@ class MLP(nn.Module):
         self, builder: Builder, name: str, hidden: int, ffn: int, *, std: float, output_std: float
     ) -> None:
         super().__init__()
+        self.tp = builder.tp
         self.gate_up = builder.split_weight(f"{name}.gate_up", (2, ffn, hidden), std, dim=1)
         self.down = builder.split_weight(f"{name}.down", (hidden, ffn), output_std, dim=1)
 
     def forward(self, x: Float[Tensor, "*batch H"]) -> Float[Tensor, "*batch H"]:
-        """Apply the network to each token."""
-        gate, up = F.linear(x, rearrange(self.gate_up, "two f h -> (two f) h")).chunk(2, dim=-1)
-        return F.linear(F.silu(gate) * up, self.down)
+        """Apply the network to each of this rank's tokens; tensor-parallel ranks call it together."""
+        weight = rearrange(self.gate_up, "two f h -> (two f) h")
+        (wide,) = column_parallel_linear(x, (weight,), self.tp)
+        gate, up = wide.chunk(2, dim=-1)
+        return row_parallel_linear(F.silu(gate) * up, self.down, self.tp)

@@ -10,14 +10,13 @@ import torch
 from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from isozyme.core.initialisation import Init
 from isozyme.moe.experts.loop import weighted_swiglu
-from isozyme.parallel.collectives import gather_from_group, reduce_scatter_to_group
 from isozyme.parallel.parameters import create_parameter
 from isozyme.parallel.process_groups import ProcessGroups
 from isozyme.parallel.shard_spec import Replica, ShardSpec
+from isozyme.parallel.tensor import column_parallel_linear, row_parallel_linear
 
 
 class SharedExpert(nn.Module):
@@ -35,7 +34,7 @@ class SharedExpert(nn.Module):
         dtype: their type.
 
     Raises:
-        ValueError: if TP does not divide `ffn`.
+        ValueError: if TP does not divide `ffn` (a run's configuration is refused before that).
     """
 
     def __init__(
@@ -75,8 +74,6 @@ class SharedExpert(nn.Module):
 
     def forward(self, tokens: Float[Tensor, "T H"]) -> Float[Tensor, "T H"]:
         """The network's result for this rank's tokens; TP ranks hold equally many, and call it together."""
-        everything = gather_from_group(tokens, self.tp)
-        wide = F.linear(everything, rearrange(self.gate_up, "two f h -> (two f) h"))
-        partial = F.linear(weighted_swiglu(wide, None, tokens.dtype), self.down)
-        total = reduce_scatter_to_group(partial.to(torch.promote_types(tokens.dtype, torch.float32)), self.tp)
-        return total.to(tokens.dtype)
+        weight = rearrange(self.gate_up, "two f h -> (two f) h")
+        (wide,) = column_parallel_linear(tokens, (weight,), self.tp)
+        return row_parallel_linear(weighted_swiglu(wide, None, tokens.dtype), self.down, self.tp)

@@ -1,4 +1,4 @@
-"""A small global model that is sharded in every way a spec can say, and an oracle that sees all ranks at once.
+"""A small global model that is sharded in every way a spec can say, and an oracle that sees all ranks.
 
 Each rank that has a part of a tensor's gradient gets its own random part, so nothing here could pass with the
 same data everywhere. The oracle adds the parts up on whole tensors and knows no groups.
@@ -176,7 +176,9 @@ def global_gradients(topology: Topology, step: int = 0) -> dict[str, Tensor]:
     return found
 
 
-def backward(model: ShardedModel, groups: ProcessGroups, step: int = 0, skip: frozenset[str] = frozenset()) -> None:
+def backward(
+    model: ShardedModel, groups: ProcessGroups, step: int = 0, skip: frozenset[str] = frozenset()
+) -> None:
     """Two micro-batches whose gradients add up to this rank's part, by real backward passes."""
     for share in (0.25, 0.75):
         loss = torch.zeros((), dtype=torch.float64)
