@@ -53,19 +53,19 @@ def precision_problems(precision: Precision, capability: tuple[int, int] | None)
         capability: compute capability of the CUDA device, or None without one.
 
     >>> precision_problems("mxfp8", (9, 0))
-    ['precision=mxfp8 needs compute capability 10.0 to 11.x (Blackwell), this GPU has 9.0']
+    ['precision=mxfp8 needs a GPU of compute capability 10.0 to 11.x (Blackwell), and this GPU has 9.0']
     >>> precision_problems("mxfp8_emulated", None)
     []
     """
-    if not precision.startswith(("fp8", "mxfp8")) or precision == "mxfp8_emulated":
+    if not TRAITS[precision].quantized or precision == "mxfp8_emulated":
         return []
-    if capability is None:
-        return [f"precision={precision} needs a CUDA device, and there is none"]
-    found = f"this GPU has {capability[0]}.{capability[1]}"
-    if precision == "mxfp8" and not (10, 0) <= capability < (12, 0):
-        return [f"precision=mxfp8 needs compute capability 10.0 to 11.x (Blackwell), {found}"]
-    if precision == "fp8_block" and capability < (9, 0):
-        return [f"precision=fp8_block needs compute capability 9.0 (Hopper) or later, {found}"]
-    if capability < (8, 9):
-        return [f"precision={precision} needs compute capability 8.9 (Ada) or later, {found}"]
-    return []
+    lowest, highest, words = {
+        "mxfp8": ((10, 0), (11, 99), "10.0 to 11.x (Blackwell)"),
+        "fp8_block": ((9, 0), (99, 0), "9.0 (Hopper) or later"),
+    }.get(precision, ((8, 9), (99, 0), "8.9 (Ada) or later"))
+    if capability is not None and lowest <= capability <= highest:
+        return []
+    found = (
+        "there is no CUDA device" if capability is None else f"this GPU has {capability[0]}.{capability[1]}"
+    )
+    return [f"precision={precision} needs a GPU of compute capability {words}, and {found}"]

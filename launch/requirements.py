@@ -11,20 +11,15 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 
 from isozyme.core import accelerators, transformer_engine
 from isozyme.core.config import RunConfig
 from isozyme.core.errors import BackendError, ConfigError, Rules
+from isozyme.core.precision import TRAITS, precision_problems
 from isozyme.models.decoder import unsupported_layout
 from isozyme.moe.experts.registry import ExpertSetting, choose_backend
-
-PARAMETER_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
-)
-"""Precisions that are a dtype of parameters and activations; any other keeps bf16 around its GEMMs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +101,10 @@ def check(
             + (f" ({machine.no_cuda})" if not machine.cuda_devices else "")
             + ". Use device=cpu, or a layout of fewer ranks.",
         )
-    lacking.extend(_precision_problems(config, machine, device))
-    lacking.extend(_experts_problems(config, device))
+    precision = _precision_problems(config, machine, device)
+    lacking.extend(precision)
+    if not precision or config.model.moe.experts != "auto":  # else every backend says the same again
+        lacking.extend(_experts_problems(config, device))
     lacking.extend(_optimiser_problems(config, machine, device))
     if broken.broken:
         broken.extend(lacking.broken)
@@ -116,7 +113,7 @@ def check(
         count = len(lacking.broken)
         head = f"{config.name}: this machine lacks {count} thing{'s' if count > 1 else ''} that the run needs"
         raise BackendError("\n  - ".join([head, *lacking.broken]))
-    return Choice(device=device, why_device=why, dtype=PARAMETER_DTYPES.get(config.precision, torch.bfloat16))
+    return Choice(device=device, why_device=why, dtype=TRAITS[config.precision].dtype)
 
 
 def choose_device(config: RunConfig, machine: Machine, ranks: int) -> tuple[str, str]:
@@ -156,29 +153,20 @@ def _ranks(config: RunConfig) -> int:
 
 
 def _precision_problems(config: RunConfig, machine: Machine, device: str) -> list[str]:
-    """Why the device cannot compute in the configured precision."""
+    """Why the device cannot compute in the configured precision, or what package that needs."""
     precision = config.precision
-    if precision in (*PARAMETER_DTYPES, "mxfp8_emulated"):
+    if not TRAITS[precision].quantized or precision == "mxfp8_emulated":
         return []
     if device == "cpu":
+        other = " or mxfp8_emulated" if precision == "mxfp8" else ""
         return [
             f"no CPU computes in {precision}: precision={precision}, device=cpu"
             + (f" ({machine.no_cuda})" if not machine.cuda_devices else "")
-            + ". Use precision=bf16 or fp32."
+            + f". Use precision=bf16, fp32{other}."
         ]
-    if not machine.cuda_devices:
-        return []  # said already
-    at = machine.capability()
-    needed, fits = {
-        "mxfp8": ("SM100 or newer, and not SM12x", at >= (10, 0) and at[0] != 12),
-        "fp8_block": ("SM90 or newer", at >= (9, 0)),
-    }.get(precision, ("SM89 or newer", at >= (8, 9)))
-    problems = []
-    if not fits:
-        problems.append(
-            f"{precision} needs a GPU of {needed}: precision={precision}, this one is SM{at[0]}{at[1]}. "
-            "Use precision=bf16" + (" or fp8_current." if precision == "mxfp8" and at >= (8, 9) else ".")
-        )
+    instead = {"mxfp8": "bf16, fp8_current (Hopper) or mxfp8_emulated"}.get(precision, "bf16")
+    capability = machine.capability() if machine.cuda_devices else None
+    problems = [f"{each}. Use precision={instead}." for each in precision_problems(precision, capability)]
     reason = machine.no_transformer_engine()
     if reason is not None:
         problems.append(
@@ -197,7 +185,7 @@ def _experts_problems(config: RunConfig, device: str) -> list[str]:
     there = device == "cpu" or torch.cuda.is_available()
     setting = ExpertSetting(
         device=torch.device(device if there else "meta"),
-        dtype=PARAMETER_DTYPES.get(config.precision, torch.bfloat16),
+        dtype=TRAITS[config.precision].dtype,
         num_local_experts=max(model.moe.router.num_experts // max(layout.ep, 1), 1),
         hidden=model.hidden,
         ffn=model.moe.ffn // max(layout.etp, 1),

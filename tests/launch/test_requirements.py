@@ -61,10 +61,10 @@ def test_no_cpu_computes_in_eight_bits(precision: str) -> None:
 @pytest.mark.parametrize(
     ("precision", "capability", "needed"),
     [
-        ("mxfp8", (9, 0), "SM100"),
-        ("mxfp8", (12, 0), "not SM12x"),
-        ("fp8_block", (8, 9), "SM90"),
-        ("fp8_current", (8, 0), "SM89"),
+        ("mxfp8", (9, 0), "10.0 to 11.x (Blackwell)"),
+        ("mxfp8", (12, 0), "10.0 to 11.x (Blackwell)"),
+        ("fp8_block", (8, 9), "9.0 (Hopper)"),
+        ("fp8_current", (8, 0), "8.9 (Ada)"),
     ],
 )
 def test_a_precision_names_the_architecture_that_it_needs(
