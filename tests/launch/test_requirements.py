@@ -72,7 +72,7 @@ def test_a_precision_names_the_architecture_that_it_needs(
 ) -> None:
     text = refusal(machine(1, capability), "device=cuda", f"precision={precision}")
     assert needed in text
-    assert f"this one is SM{capability[0]}{capability[1]}" in text
+    assert f"this GPU has {capability[0]}.{capability[1]}" in text
     assert "no TE here" in text
 
 
