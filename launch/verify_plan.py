@@ -9,6 +9,7 @@ import torch
 
 from isozyme.core.config import RunConfig
 from isozyme.core.errors import ConfigError, Rules, divisors
+from isozyme.core.tensor import tensor_problems
 from isozyme.core.topology import Layout, Topology
 from isozyme.launch.verify_faults import FAULTS, Fault
 from isozyme.launch.verify_judge import Outcome, Reference, judge
@@ -37,6 +38,7 @@ def prepare(config: RunConfig, layouts: Sequence[Layout], factory: ModelFactory 
         rules.extend(layout.problems())
         if factory is build_model:
             rules.extend(f"{layout}: {problem}" for problem in unsupported_layout(layout))
+            rules.extend(f"{layout}: {problem}" for problem in _whole_model_problems(config, layout))
     rules.raise_if_broken()
     small = reduced(config, layouts)
     for layout in layouts:
@@ -44,6 +46,13 @@ def prepare(config: RunConfig, layouts: Sequence[Layout], factory: ModelFactory 
         rules.extend(f"{layout}: {problem}" for problem in at.problems())
     rules.raise_if_broken()
     return Experiment(config=small, factory=factory, windows=Windows(small, layouts))
+
+
+def _whole_model_problems(config: RunConfig, layout: Layout) -> list[str]:
+    """Why the run itself cannot be cut so; the reduced model may be more patient."""
+    if config.model.problems() or layout.problems():
+        return []
+    return tensor_problems(config.model, layout, config.data.window)
 
 
 def settings(

@@ -34,7 +34,9 @@ PADDED_STEP = 1
 
 
 def reduced(config: RunConfig, layouts: Sequence[Layout]) -> RunConfig:
-    """The run with a model that takes milliseconds, and a global batch that every layout divides.
+    """The run with a model that takes milliseconds, and sizes that every layout divides.
+
+    K/V heads that the widest TP divides stay as many as it needs, and fewer than that stay fewer.
 
     Weights are drawn with a standard deviation of 0.3 rather than the recipe's, so that at this width every
     part of the model has a say in every gradient.
@@ -46,37 +48,44 @@ def reduced(config: RunConfig, layouts: Sequence[Layout]) -> RunConfig:
     dense = math.lcm(*(layout.resolved().dp or 1 for layout in layouts))
     stages = math.lcm(*(layout.pp for layout in layouts))
     model = config.model
-    kv_heads = min(model.num_kv_heads, 2)
+    tp, etp = (math.lcm(*(getattr(layout, axis) for layout in layouts)) for axis in ("tp", "etp"))
+    parts = math.lcm(*(layout.tp * layout.cp for layout in layouts))
+    kv_heads = min(model.num_kv_heads, max(tp, 2))
     kinds = _short_pattern(model.layer_kinds(), model.pattern)
     return replace(
         config,
         precision="fp64",
         device="cpu",
         layout=Layout(),
-        data=DataConfig(window=WINDOW),
+        data=DataConfig(window=_multiple(WINDOW, parts)),
         optim=replace(config.optim, implementation="torch"),
         train=replace(config.train, global_batch=dense * MICRO_BATCH * ACCUMULATION, micro_batch=MICRO_BATCH),
         model=replace(
             model,
-            vocab_size=32,
+            vocab_size=_multiple(32, tp),
             hidden=32,
             num_layers=math.ceil(max(len(kinds), 2) / stages) * stages,
             num_heads=kv_heads * (model.num_heads // model.num_kv_heads),
             num_kv_heads=kv_heads,
             head_dim=8,
-            ffn=48,
+            ffn=_multiple(48, tp),
             pattern=kinds,
             init_std=0.3,
             embedding_std=1.0,
             moe=replace(
                 model.moe,
-                ffn=24,
-                shared_ffn=24 if model.moe.shared_ffn else 0,
+                ffn=_multiple(24, etp),
+                shared_ffn=_multiple(24, tp) if model.moe.shared_ffn else 0,
                 dispatcher="auto",
                 experts="auto",
             ),
         ),
     )
+
+
+def _multiple(size: int, of: int) -> int:
+    """The smallest multiple of `of` that is at least `size`."""
+    return math.ceil(size / of) * of
 
 
 def _short_pattern(kinds: str, pattern: str) -> str:
