@@ -116,11 +116,12 @@ def _lagged_fractions(counts: Int[Tensor, "E"] | None, like: Float[Tensor, "W E"
 
 
 def z_loss(
-    logits: Float[Tensor, "T E"], token_valid: Bool[Tensor, "T"], *, coefficient: float
+    log_sum: Float[Tensor, "T"], token_valid: Bool[Tensor, "T"], *, coefficient: float
 ) -> Float[Tensor, ""]:
     """Sum over this rank's real tokens of `coefficient * logsumexp(logits)^2`.
 
-    Source: ST-MoE (arXiv 2202.08906), eq. 5. The logits of padding tokens must be finite.
+    Source: ST-MoE (arXiv 2202.08906), eq. 5. `log_sum` is the log-sum-exp of each token's logits, finite also
+    for padding.
     """
-    squares = logits.logsumexp(dim=-1).square()
+    squares = log_sum.square()
     return coefficient * reduce(torch.where(token_valid, squares, torch.zeros_like(squares)), "t ->", "sum")

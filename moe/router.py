@@ -6,6 +6,8 @@ evaluating it counts nothing twice.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -15,6 +17,7 @@ from isozyme.core.config import RouterConfig
 from isozyme.core.errors import ConfigError, Rules
 from isozyme.core.initialisation import Init
 from isozyme.moe.expert_bias import PreciseBuffers, create_expert_bias
+from isozyme.moe.kernels.router_topk import MAX_EXPERTS, router_topk
 from isozyme.moe.losses import balance_loss, expert_counts, z_loss
 from isozyme.moe.scores import (
     RoutingFlips,
@@ -29,6 +32,19 @@ from isozyme.moe.types import RouterStats, Routing
 from isozyme.parallel.parameters import create_parameter
 from isozyme.parallel.process_groups import ProcessGroups
 from isozyme.parallel.shard_spec import dense_spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Choice:
+    """What a choice of experts consists of, whichever code made it."""
+
+    shares: Float[Tensor, "T E"]
+    """Scores that sum to one over the experts, with gradient."""
+    ids: Int[Tensor, "T K"]
+    weights: Float[Tensor, "T K"]
+    """Combine weights, with gradient."""
+    log_sum: Float[Tensor, "T"] | None
+    """Log-sum-exp of the logits, with gradient; None where there is no z-loss."""
 
 
 class Router(PreciseBuffers):
@@ -128,28 +144,49 @@ class Router(PreciseBuffers):
         config = self.config
         logits = self.logits(tokens, token_valid)
         with torch.autocast(tokens.device.type, enabled=False):
-            log_score = log_scores(logits, config.score)
-            chosen = token_valid[:, None].expand(-1, config.topk)
+            real = token_valid[:, None].expand(-1, config.topk)
             if routing_override is None:
-                ids = select_experts(selection_scores(log_score, self.expert_bias), config)
-                kept = chosen.clone()
+                choice, kept = self._choose(logits, None), real.clone()
             else:
                 self._check_override(routing_override, tokens.shape[0])
-                ids, kept = routing_override.topk_ids, routing_override.kept & chosen
-            weights = combine_weights(log_score, ids, config)
-            probs = torch.where(kept, weights, torch.zeros_like(weights))
+                choice = self._choose(logits, routing_override.topk_ids)
+                kept = routing_override.kept & real
+            ids = choice.ids
+            probs = torch.where(kept, choice.weights, torch.zeros_like(choice.weights))
             routing = Routing(topk_ids=ids, topk_probs=probs, kept=kept, num_experts=config.num_experts)
             stats = RouterStats(
-                aux_loss=self._balance_loss(log_score, ids, token_valid, windows, lagged_counts),
+                aux_loss=self._balance_loss(choice.shares, ids, token_valid, windows, lagged_counts),
                 z_loss=(
-                    z_loss(logits, token_valid, coefficient=config.z_loss)
-                    if config.z_loss > 0
+                    z_loss(choice.log_sum, token_valid, coefficient=config.z_loss)
+                    if choice.log_sum is not None
                     else logits.new_zeros(())
                 ),
-                routed=expert_counts(ids, chosen, config.num_experts),
-                dropped=expert_counts(ids, chosen & ~kept, config.num_experts),
+                routed=expert_counts(ids, real, config.num_experts),
+                dropped=expert_counts(ids, real & ~kept, config.num_experts),
             )
         return routing, stats
+
+    def _choose(self, logits: Float[Tensor, "T E"], ids: Int[Tensor, "T K"] | None) -> _Choice:
+        """Choose experts, or take the given ones, and weigh them; by one kernel where there is one."""
+        config = self.config
+        if ids is None and self._has_kernel(logits):
+            kernel = (logits, config.topk, config.renormalize, config.scaling_factor)
+            shares, ids, weights, log_sum = router_topk(*kernel)
+            used = log_sum if config.z_loss > 0 else None
+            return _Choice(shares=shares, ids=ids, weights=weights, log_sum=used)
+        log_score = log_scores(logits, config.score)
+        if ids is None:
+            ids = select_experts(selection_scores(log_score, self.expert_bias), config)
+        return _Choice(
+            shares=normalized_scores(log_score, config.score),
+            ids=ids,
+            weights=combine_weights(log_score, ids, config),
+            log_sum=logits.logsumexp(dim=-1) if config.z_loss > 0 else None,
+        )
+
+    def _has_kernel(self, logits: Tensor) -> bool:
+        plain = self.config.score == "softmax" and self.config.num_groups == 1 and self.expert_bias is None
+        return logits.is_cuda and plain and logits.shape[1] <= MAX_EXPERTS
 
     @torch.no_grad()
     def routing_flips(
@@ -163,16 +200,16 @@ class Router(PreciseBuffers):
 
     def _balance_loss(
         self,
-        log_score: Float[Tensor, "T E"],
+        shares: Float[Tensor, "T E"],
         ids: Int[Tensor, "T K"],
         token_valid: Bool[Tensor, "T"],
         windows: int,
         lagged_counts: Int[Tensor, "E"] | None,
     ) -> Float[Tensor, ""]:
         if self.config.aux_loss == 0:
-            return log_score.new_zeros(())
+            return shares.new_zeros(())
         return balance_loss(
-            normalized_scores(log_score, self.config.score),
+            shares,
             ids,
             token_valid,
             windows,

@@ -10,11 +10,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+MAX_EXPERTS = 1024
+"""The kernel holds a token's scores for all experts in registers."""
+
 
 def router_topk_twin(
     logits: Float[Tensor, "T E"], topk: int, renormalize: bool, scaling: float
 ) -> tuple[Float[Tensor, "T E"], Int[Tensor, "T K"], Float[Tensor, "T K"], Float[Tensor, "T"]]:
     """`router_topk` by a softmax and a stable descending sort."""
+    finite = logits.isfinite().all(dim=-1, keepdim=True)
+    logits = torch.where(finite, logits, torch.full_like(logits, torch.nan))
     scores = logits.softmax(dim=-1)
     ids = torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :topk].contiguous()
     chosen = scores.gather(1, ids)
@@ -55,9 +60,9 @@ def router_topk(
         scaling: multiplies the weights.
 
     Returns:
-        `scores` `[T, E]` (softmax), `ids` int64 `[T, K]` (best first, ties to the lower id; in range and
-        distinct also for rows that hold NaN), `probs` `[T, K]`, `lse` `[T]` (log-sum-exp of the logits).
-        Gradients flow through scores, probs and lse.
+        `scores` `[T, E]` (softmax), `ids` int64 `[T, K]` (best first, ties to the lower id), `probs` `[T, K]`,
+        `lse` `[T]` (log-sum-exp of the logits). Gradients flow through scores, probs and lse. A row with a
+        NaN or infinite logit gets NaN everywhere but in `ids`, which are 0, 1, …
     """
     if logits.is_cuda:
         from isozyme.moe.kernels.triton_router_topk import launch_router_topk

@@ -22,6 +22,8 @@ def _forward_kernel(
     where = tokens.to(tl.int64)[:, None] * E + experts[None, :]
     x = tl.load(logits + where, mask=inside, other=float("-inf"))
     x = tl.where((tokens < num_tokens)[:, None], x, 0.0)
+    # x - x is 0 for a finite number and NaN for any other: one such logit makes its whole row NaN.
+    x += tl.sum(tl.where(inside, x - x, 0.0), axis=1)[:, None]
     top = tl.max(x, axis=1)
     e = tl.exp(x - top[:, None])
     total = tl.sum(e, axis=1)
