@@ -60,8 +60,8 @@ def router_topk(
         scaling: multiplies the weights.
 
     Returns:
-        `scores` `[T, E]` (softmax), `ids` int64 `[T, K]` (best first, ties to the lower id), `probs` `[T, K]`,
-        `lse` `[T]` (log-sum-exp of the logits). Gradients flow through scores, probs and lse. A row with a
+        `scores` `[T, E]` (softmax), `ids` int64 `[T, K]` (best first, ties to the lower id), `probs`
+        `[T, K]`, `lse` `[T]` (log-sum-exp of the logits). Gradients flow through scores, probs and lse. A row with a
         NaN or infinite logit gets NaN everywhere but in `ids`, which are 0, 1, …
     """
     if logits.is_cuda:
