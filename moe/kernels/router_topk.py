@@ -61,8 +61,8 @@ def router_topk(
 
     Returns:
         `scores` `[T, E]` (softmax), `ids` int64 `[T, K]` (best first, ties to the lower id), `probs`
-        `[T, K]`, `lse` `[T]` (log-sum-exp of the logits). Gradients flow through scores, probs and lse. A row with a
-        NaN or infinite logit gets NaN everywhere but in `ids`, which are 0, 1, …
+        `[T, K]`, `lse` `[T]` (log-sum-exp of the logits). Gradients flow through scores, probs and lse. A row
+        with a NaN or infinite logit gets NaN everywhere but in `ids`, which are 0, 1, …
     """
     if logits.is_cuda:
         from isozyme.moe.kernels.triton_router_topk import launch_router_topk
