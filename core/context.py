@@ -24,12 +24,19 @@ class AttentionConfig:
     """Which tokens a rank holds: two chunks that balance the causal work, or one contiguous share."""
 
     def problems(
-        self, *, window: int, cp: int, tp: int, num_heads: int, num_kv_heads: int, where: str = "model"
+        self,
+        *,
+        window: int | None,
+        cp: int,
+        tp: int,
+        num_heads: int,
+        num_kv_heads: int,
+        where: str = "model",
     ) -> list[str]:
         """Every rule that these sizes break, in words.
 
         Args:
-            window: S, tokens of a whole window.
+            window: S, tokens of a whole window; None where they are not known.
             cp: context-parallel ranks.
             tp: tensor-parallel ranks, which have cut the heads already and cut each rank's tokens again.
             num_heads: query heads of the model.
@@ -39,7 +46,8 @@ class AttentionConfig:
         if cp <= 1 or tp < 1 or min(num_heads, num_kv_heads) < 1:
             return []
         rules = Rules(where)
-        rules.extend(window_problems(window, cp, self.context_order))
+        if window is not None:
+            rules.extend(window_problems(window, cp, self.context_order))
         if self.context == "ulysses" and num_heads % tp == 0:
             rules.extend(head_problems(num_heads // tp, max(num_kv_heads // tp, 1), cp))
         return rules.broken

@@ -48,8 +48,8 @@ def evaluate(
     """The mean cross-entropy in bits over all valid labels of all ranks' batches.
 
     All ranks call it together, each with as many batches (padding alone where windows have run out), since
-    the experts' ranks exchange tokens; those of one pipeline with the same. The model is left in the mode
-    (training or not) it was in.
+    the experts' ranks exchange tokens; those of one pipeline and one CP group with the same. The model is
+    left in the mode (training or not) it was in.
 
     Args:
         model: this rank's `Stage`, or the whole model.
@@ -69,7 +69,7 @@ def evaluate(
 
             def add(_chunk: int, micro_batch: int, output: ModelOutput, round_: list[Batch] = round_) -> None:
                 if output.loss_sum is not None:
-                    labels = round_[micro_batch].label_valid.sum()
+                    labels = round_[micro_batch].label_valid.sum() * (groups["cp"].rank == 0)
                     sums.add_(torch.stack([output.loss_sum.double(), labels.double()]))
 
             stage.evaluate_on(round_, add)

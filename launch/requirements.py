@@ -18,7 +18,6 @@ from isozyme.core import accelerators, transformer_engine
 from isozyme.core.config import RunConfig
 from isozyme.core.errors import BackendError, ConfigError, Rules
 from isozyme.core.precision import TRAITS, precision_problems
-from isozyme.models.decoder import unsupported_layout
 from isozyme.moe.experts.registry import ExpertSetting, choose_backend
 
 
@@ -83,7 +82,6 @@ def check(
     """
     broken = Rules(config.name)
     broken.extend(config.problems(world_size))
-    broken.extend(unsupported_layout(config.layout))
     router = config.model.moe.router
     broken.check(
         router.aux_scope != "global_lagged" or router.aux_loss == 0,

@@ -15,7 +15,7 @@ from isozyme.launch.verify_faults import FAULTS, Fault
 from isozyme.launch.verify_judge import Outcome, Reference, judge
 from isozyme.launch.verify_reduced import Windows, reduced
 from isozyme.launch.verify_run import Experiment, Setting
-from isozyme.models.decoder import build_model, unsupported_layout
+from isozyme.models.decoder import build_model
 from isozyme.models.types import ModelFactory
 from isozyme.moe.experts.registry import BACKENDS, ExpertSetting
 
@@ -37,7 +37,6 @@ def prepare(config: RunConfig, layouts: Sequence[Layout], factory: ModelFactory 
     for layout in layouts:
         rules.extend(layout.problems())
         if factory is build_model:
-            rules.extend(f"{layout}: {problem}" for problem in unsupported_layout(layout))
             rules.extend(f"{layout}: {problem}" for problem in _whole_model_problems(config, layout))
     rules.raise_if_broken()
     small = reduced(config, layouts)

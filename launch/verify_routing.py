@@ -17,8 +17,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from isozyme.core.batch import Batch
+from isozyme.core.context import ContextOrder
 from isozyme.models.types import ModelOutput
 from isozyme.moe.types import Routing
+from isozyme.parallel.context_layout import ContextLayout
 from isozyme.parallel.process_groups import ProcessGroups
 
 Key = tuple[int, int]
@@ -27,9 +29,10 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class WindowRouting:
-    """The routing of a window, or of one rank's contiguous share of it that begins at `first`."""
+    """The routing of a window, or of one rank's share of it."""
 
-    first: int
+    places: Int[Tensor, "S"]
+    """Where in the window each of these tokens stands."""
     topk_ids: Int[Tensor, "S K"]
     topk_probs: Float[Tensor, "S K"]
     kept: Bool[Tensor, "S K"]
@@ -65,6 +68,7 @@ class Recorder(nn.Module):
         groups: this rank's groups.
         layers: numbers, in the whole model, of the expert layers that it holds; None if it holds all.
         replay: whole windows' routings to use instead of its own.
+        order: which tokens of a window a context-parallel rank holds.
     """
 
     def __init__(
@@ -74,9 +78,10 @@ class Recorder(nn.Module):
         *,
         layers: range | None = None,
         replay: Mapping[Key, WindowRouting] | None = None,
+        order: ContextOrder = "zigzag",
     ) -> None:
         super().__init__()
-        self.model, self._groups, self._replay = model, groups, replay
+        self.model, self._groups, self._replay, self._order = model, groups, replay, order
         self._first_layer = 0 if layers is None else layers.start
         held = sorted({layer for _, layer in replay}) if replay is not None else []
         self._layers = held if layers is None else list(layers)
@@ -119,7 +124,7 @@ class Recorder(nn.Module):
         found = [self._replay[window, layer] for window in windows]
         whole = found[0].topk_ids.shape[0]
         length = min(num_tokens // len(windows), whole // self._groups.topology.size(("tp", "cp")))
-        share = slice(self._first(length), self._first(length) + length)
+        share = self._places(length)
         return Routing(
             topk_ids=torch.cat([routing.topk_ids[share] for routing in found]),
             topk_probs=torch.cat([routing.topk_probs[share] for routing in found]),
@@ -127,17 +132,19 @@ class Recorder(nn.Module):
             num_experts=found[0].num_experts,
         )
 
-    def _first(self, share: int) -> int:
-        """Where this rank's contiguous share of a window begins (TP fastest, as `moe.capacity` cuts it)."""
+    def _places(self, share: int) -> Int[Tensor, "S"]:
+        """The places of this rank's tokens of a window: TP cuts the tokens of a CP rank into equal runs."""
         at, topology = self._groups.coordinates, self._groups.topology
-        return (at["cp"] * topology.size("tp") + at["tp"]) * share
+        tp, cp = topology.size("tp"), topology.size("cp")
+        layout = ContextLayout(window=share * tp * cp, size=cp, order=self._order)
+        return layout.places(at["cp"])[at["tp"] * share : (at["tp"] + 1) * share]
 
     def _note(self, windows: Sequence[int], layer: int, routing: Routing) -> None:
         share = routing.num_tokens // len(windows)
         for number, window in enumerate(windows):
             rows = slice(number * share, (number + 1) * share)
             self.routings[window, layer] = WindowRouting(
-                first=self._first(share),
+                places=self._places(share),
                 topk_ids=routing.topk_ids[rows].clone(),
                 topk_probs=routing.topk_probs[rows].detach().clone(),
                 kept=routing.kept[rows].clone(),
@@ -157,12 +164,11 @@ class Recorder(nn.Module):
         ask: Callable[..., Any] = router.routing_flips  # type: ignore[assignment]
         found = ask(given["tokens"], given["token_valid"], override)
         share = override.num_tokens // len(self._active.windows)
+        places = self._places(share).tolist()
         for token, gap in zip(found.tokens.tolist(), found.gaps.tolist(), strict=True):
             number, position = divmod(token, share)
             window = self._active.windows[number]
-            self.flips.append(
-                Flip(window=window, position=self._first(share) + position, layer=layer, gap=gap)
-            )
+            self.flips.append(Flip(window=window, position=places[position], layer=layer, gap=gap))
 
 
 @dataclass
@@ -186,11 +192,11 @@ def changed_choices(
     flips = []
     for (window, layer), routing in sorted(own.items()):
         there = _rows(reference[window, layer], routing)
-        valid = routing.first + torch.arange(routing.topk_ids.shape[0]) < num_real(window)
+        valid = routing.places < num_real(window)
         differs = (_membership(routing) != _membership(there)).any(dim=1) & valid
         flips += [
-            Flip(window=window, position=routing.first + row, layer=layer, gap=float("inf"))
-            for row in differs.nonzero().flatten().tolist()
+            Flip(window=window, position=position, layer=layer, gap=float("inf"))
+            for position in routing.places[differs].tolist()
         ]
     return flips
 
@@ -224,16 +230,16 @@ def changed_drops(
 
 
 def _together(parts: Iterable[Mapping[Key, WindowRouting]]) -> dict[Key, WindowRouting]:
-    """Whole windows from the shares of several ranks."""
+    """Whole windows from the shares of several ranks, in the order of these; `places` says which tokens."""
     shares: dict[Key, dict[int, WindowRouting]] = {}
     for part in parts:
         for key, routing in part.items():
-            shares.setdefault(key, {})[routing.first] = routing
+            shares.setdefault(key, {})[int(routing.places[0])] = routing
     found = {}
     for key, by_first in shares.items():
         ordered = [by_first[first] for first in sorted(by_first)]
         found[key] = WindowRouting(
-            first=ordered[0].first,
+            places=torch.cat([routing.places for routing in ordered]),
             topk_ids=torch.cat([routing.topk_ids for routing in ordered]),
             topk_probs=torch.cat([routing.topk_probs for routing in ordered]),
             kept=torch.cat([routing.kept for routing in ordered]),
@@ -244,9 +250,9 @@ def _together(parts: Iterable[Mapping[Key, WindowRouting]]) -> dict[Key, WindowR
 
 def _rows(whole: WindowRouting, part: WindowRouting) -> WindowRouting:
     """The rows of a whole window that `part` holds."""
-    rows = slice(part.first, part.first + part.topk_ids.shape[0])
+    rows = part.places
     return WindowRouting(
-        first=part.first,
+        places=part.places,
         topk_ids=whole.topk_ids[rows],
         topk_probs=whole.topk_probs[rows],
         kept=whole.kept[rows],

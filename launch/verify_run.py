@@ -156,7 +156,13 @@ class _Rank:
         self.groups = groups = ProcessGroups(Topology(setting.layout), world)
         self.model = self._build(experiment.factory)
         chunk = stage_chunk(config.model.num_layers, groups)
-        self.recorder = Recorder(self.model, groups, layers=_expert_layers(config, chunk), replay=replay)
+        self.recorder = Recorder(
+            self.model,
+            groups,
+            layers=_expert_layers(config, chunk),
+            replay=replay,
+            order=config.model.attention.context_order,
+        )
         self.buffer = GradientBuffer(self.model.parameters(), groups)
         optimizer: Updates = Optimizer(self.buffer, config.optim) if setting.exact else PlainSGD(self.buffer)
         self.step = TrainStep(

@@ -15,9 +15,12 @@ from torch.nn import functional as F
 
 from isozyme.core.batch import Batch
 from isozyme.core.config import ModelConfig
+from isozyme.core.context import ContextMethod
 from isozyme.models.builder import Builder
 from isozyme.models.linear import ColumnLinear, RowLinear, together
 from isozyme.models.rotary import Rotation, rotate, rotation_at
+from isozyme.parallel.context import METHODS
+from isozyme.parallel.context_plan import ContextPlan
 from isozyme.parallel.tensor import from_sequence, to_sequence
 
 
@@ -27,15 +30,36 @@ class Context:
 
     rotation: Rotation
     mask: Bool[Tensor, "B S S"] | None
-    """True where a query (dim 1) sees a key (dim 2); None for plain causal attention."""
+    """True where a query (dim 1) sees a key (dim 2); None for plain causal attention, and with a plan."""
+    plan: ContextPlan | None = None
+    """Where context-parallel ranks share the windows: how their queries meet each other's keys."""
+    method: ContextMethod = "allgather"
+    """How it is carried out."""
 
     @staticmethod
-    def of(batch: Batch, config: ModelConfig, dtype: torch.dtype) -> Context:
-        """The context of one micro-batch. Reads no value from the device."""
+    def of(batch: Batch, config: ModelConfig, dtype: torch.dtype, plan: ContextPlan | None = None) -> Context:
+        """The context of one micro-batch. Reads no value from the device.
+
+        Args:
+            batch: the tokens of this context-parallel rank.
+            config: head width, base of the rotation, and the method of context parallelism.
+            dtype: the model's dtype.
+            plan: the share of this rank; None if it has whole windows.
+        """
         return Context(
             rotation=rotation_at(batch.positions, config.head_width, config.rope_theta, dtype),
-            mask=document_mask(batch.documents) if batch.packed else None,
+            mask=document_mask(batch.documents) if batch.packed and plan is None else None,
+            plan=plan,
+            method=config.attention.context,
         )
+
+    def mix(
+        self, q: Float[Tensor, "B S N D"], k: Float[Tensor, "B S M D"], v: Float[Tensor, "B S M D"]
+    ) -> Float[Tensor, "B S N D"]:
+        """Attention of the queries of this rank's S tokens to all earlier tokens of their documents."""
+        if self.plan is None:
+            return attend(q, k, v, self.mask)
+        return METHODS[self.method](q, k, v, self.plan)
 
 
 def document_mask(documents: Int[Tensor, "B S"]) -> Bool[Tensor, "B S S"]:
@@ -108,5 +132,5 @@ class Attention(nn.Module):
             rearrange(to_sequence(rows, self.tp), "b s (n d) -> b s n d", d=self.head_width)
             for rows in together(x, self.q, self.k, self.v)
         )
-        mixed = attend(rotate(q, context.rotation), rotate(k, context.rotation), v, context.mask)
+        mixed = context.mix(rotate(q, context.rotation), rotate(k, context.rotation), v)
         return self.output(from_sequence(rearrange(mixed, "b s n d -> b s (n d)"), self.tp))

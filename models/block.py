@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from isozyme.core.config import ModelConfig
@@ -59,6 +59,7 @@ class Block(nn.Module):
         context: Context,
         token_valid: Bool[Tensor, "B P"],
         routing_override: Routing | None = None,
+        places: Int[Tensor, "B P"] | None = None,
     ) -> tuple[Float[Tensor, "B P H"], MoEOutput | None]:
         """The new hidden states, and what the experts' layer reports (None from a dense layer).
 
@@ -68,11 +69,12 @@ class Block(nn.Module):
             context: rotation and mask of the micro-batch.
             token_valid: which of these tokens are not padding, and so are routed.
             routing_override: expert choices to replay, for a mixture-of-experts layer.
+            places: where in its whole window each token stands, if context-parallel ranks share the windows.
         """
         x = x + self.attention(self.attention_norm(x), context)
         normed = self.mlp_norm(x)
         if self.moe is None:
             assert self.mlp is not None
             return x + self.mlp(normed), None
-        output: MoEOutput = self.moe(normed, token_valid, routing_override)
+        output: MoEOutput = self.moe(normed, token_valid, routing_override, positions=places)
         return x + output.tokens, output

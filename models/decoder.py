@@ -21,18 +21,11 @@ from isozyme.models.loss import cross_entropy_sum
 from isozyme.models.norm import RMSNorm
 from isozyme.models.types import Chunk, ModelOutput
 from isozyme.moe.types import MoEOutput, Routing
+from isozyme.parallel.context import plan_context
+from isozyme.parallel.context_layout import ContextLayout
+from isozyme.parallel.context_plan import ContextPlan
 from isozyme.parallel.process_groups import ProcessGroups
 from isozyme.parallel.tensor import from_sequence, gather_tokens, sequence_part
-
-
-def unsupported_layout(layout: Layout) -> list[str]:
-    """Why this model cannot run at `layout` yet, one message an axis; empty if it can."""
-    return [
-        f"not available yet: layout.{axis}={size} for isozyme.models.decoder. Use layout.{axis}=1; "
-        "tp, dp, pp, ep and etp are free."
-        for axis, size in (("cp", layout.cp),)
-        if size > 1
-    ]
 
 
 def build_model(
@@ -51,14 +44,13 @@ def build_model(
         dtype: of the parameters (buffers may ask for more).
 
     Raises:
-        ConfigError: if the model's configuration is broken, the layout is not available, or the chunk names
-            layers that the model lacks.
+        ConfigError: if the model's configuration is broken or cannot be cut at this layout, or the chunk
+            names layers that the model lacks.
         BackendError: if the experts' backend cannot run here, or not in `config.precision`.
     """
     model, rules = config.model, Rules(config.name)
-    rules.extend(unsupported_layout(groups.topology.layout))
     model_problems = model.problems()
-    rules.extend(model_problems or tensor_problems(model, groups.topology.layout))
+    rules.extend(model_problems or _layout_problems(model, groups.topology.layout))
     depth, wanted = model.num_layers, chunk.layers
     rules.check(
         all(0 <= index < depth for index in (*wanted[:1], *wanted[-1:])),
@@ -68,6 +60,18 @@ def build_model(
     rules.raise_if_broken()
     builder = Builder(groups=groups, seed=config.seed, device=device, dtype=dtype, precision=config.precision)
     return Decoder(builder, model, chunk)
+
+
+def _layout_problems(model: ModelConfig, layout: Layout) -> list[str]:
+    """Why `model` cannot be cut so, whatever the window."""
+    context = model.attention.problems(
+        window=None,
+        cp=layout.cp,
+        tp=layout.tp,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+    )
+    return [*tensor_problems(model, layout), *context]
 
 
 class Decoder(nn.Module):
@@ -83,7 +87,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.chunk = chunk
-        self.tp = builder.tp
+        self.tp, self.cp = builder.tp, builder.groups["cp"]
         self.embedding = Embedding(builder, config) if chunk.has_embedding else None
         self.layers = nn.ModuleDict({str(index): Block(builder, index, config) for index in chunk.layers})
         self.final_norm: RMSNorm | None = None
@@ -111,19 +115,21 @@ class Decoder(nn.Module):
         """Run one micro-batch through the chunk.
 
         Args:
-            batch: this rank's windows; tensor-parallel ranks give the same, and each works on its part.
-            hidden: the previous chunk's output, P = S / tp tokens of each window; None on the chunk with the
-                embedding.
+            batch: this rank's whole windows; context- and tensor-parallel ranks give the same, and each works
+                on its part.
+            hidden: the previous chunk's output, P = S / (cp * tp) tokens of each window; None on the chunk
+                with the embedding.
             routing_override: expert choices to replay, one for each mixture-of-experts layer of the chunk.
 
         Returns:
             `loss_sum` from a chunk with the head, else `hidden`; and each expert layer's stats and routing,
-            which are those of this rank's part.
+            which are those of this rank's part. `loss_sum` is over the labels of this context-parallel rank.
 
         Raises:
             ConfigError: if `hidden` is missing or superfluous, or the overrides do not match the layers.
         """
-        hidden, outputs = self._run_layers(batch, hidden, routing_override)
+        batch, plan = self._share(batch)
+        hidden, outputs = self._run_layers(batch, plan, hidden, routing_override)
         loss_sum = None
         if self.head is not None:
             loss_sum = cross_entropy_sum(
@@ -143,6 +149,8 @@ class Decoder(nn.Module):
     def logits(self, batch: Batch, hidden: Float[Tensor, "B P H"] | None = None) -> Float[Tensor, "B S V"]:
         """The scores of every token id at each position, in the model's dtype; labels are not looked at.
 
+        S are the tokens of this context-parallel rank, in the order in which it holds them.
+
         Raises:
             ConfigError: if the chunk has no head.
         """
@@ -151,20 +159,37 @@ class Decoder(nn.Module):
                 f"logits need the head: chunk.has_head=False, chunk.layers={self.chunk.layers}. "
                 "Ask the last chunk."
             )
-        return self.head(self._run_layers(batch, hidden, None)[0])
+        return self.head(self._run_layers(*self._share(batch), hidden, None)[0])
+
+    def _share(self, batch: Batch) -> tuple[Batch, ContextPlan | None]:
+        """The tokens of this context-parallel rank, and the plan by which they see those of the others."""
+        if self.cp.size == 1:
+            return batch, None
+        order = self.config.attention.context_order
+        layout = ContextLayout(window=batch.window_length, size=self.cp.size, order=order)
+        plan = plan_context(self.cp, layout, batch.documents if batch.packed else None)
+        return layout.part_of_batch(batch, self.cp.rank), plan
 
     def _run_layers(
-        self, batch: Batch, hidden: Tensor | None, routing_override: Sequence[Routing] | None
+        self,
+        batch: Batch,
+        plan: ContextPlan | None,
+        hidden: Tensor | None,
+        routing_override: Sequence[Routing] | None,
     ) -> tuple[Tensor, list[MoEOutput]]:
         """Embedding, layers and final norm, as far as the chunk has them."""
         x = self._input(batch, hidden)
-        context = Context.of(batch, self.config, x.dtype)
+        context = Context.of(batch, self.config, x.dtype, plan)
         overrides = self._overrides(routing_override)
         token_valid = sequence_part(batch.token_valid, self.tp)
+        places = None
+        if plan is not None:
+            own = plan.layout.places(plan.comm.rank, batch.tokens.device)
+            places = sequence_part(own.expand(batch.num_windows, -1), self.tp)
         outputs: list[MoEOutput] = []
         for _, block in self._blocks():
             override = next(overrides) if block.moe is not None else None
-            x, output = block(x, context, token_valid, override)
+            x, output = block(x, context, token_valid, override, places)
             if output is not None:
                 outputs.append(output)
         return x if self.final_norm is None else self.final_norm(x), outputs

@@ -169,14 +169,9 @@ class Stage(nn.Module):
         run_schedule(order, forward, self._communicator, lambda index: self._hidden_like(batches[index]))
 
     def _hidden_like(self, batch: Batch) -> Tensor:
-        """An empty tensor for this rank's part of a micro-batch's hidden states: `[B, S / tp, H]`.
-
-        S counts the tokens of the batch that this rank is given; sequence parallelism keeps a TP-th of them.
-        """
-        length = batch.window_length // self.groups.topology.size("tp")
-        return torch.empty(
-            (batch.num_windows, length, self.hidden), dtype=self._dtype, device=self._device
-        )
+        """An empty tensor for this rank's part of a micro-batch's hidden states: `[B, S / (cp * tp), H]`."""
+        length = batch.window_length // self.groups.topology.size(("tp", "cp"))
+        return torch.empty((batch.num_windows, length, self.hidden), dtype=self._dtype, device=self._device)
 
     def _of_chunk(self, routings: Sequence[Routing], chunk: int) -> Sequence[Routing]:
         if self.expert_layers is None:

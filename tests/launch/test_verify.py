@@ -17,15 +17,13 @@ from isozyme.launch.verify_faults import Fault
 from isozyme.launch.verify_judge import Reference, judge
 from isozyme.launch.verify_plan import default_layouts, prepare, settings, verify
 from isozyme.launch.verify_run import Experiment, Setting
-from isozyme.models.decoder import build_model, unsupported_layout
+from isozyme.models.decoder import build_model
 from isozyme.models.types import Chunk
 from isozyme.moe.router import Router
 from isozyme.parallel.process_groups import ProcessGroups
 
 SPREAD = Layout(dp=2, ep=2)
 USER = "tests.launch.user_model:right"
-UNAVAILABLE = next((a for a in ("tp", "cp", "pp") if unsupported_layout(Layout(**{a: 2}))), None)
-"""An axis that the decoder does not have yet, if there is one."""
 
 
 def _at(layout: Layout) -> Setting:
@@ -94,14 +92,6 @@ def test_all_impossible_layouts_are_refused_together() -> None:
         prepare(compose("L0_sanity"), [Layout(dp=3, ep=3), Layout(dp=8, ep=8)], load_factory(USER))
     assert "dp=3 ep=3: ep must divide num_experts" in str(raised.value)
     assert "dp=8 ep=8: ep must divide num_experts" in str(raised.value)
-
-
-def test_layouts_that_the_model_lacks_are_refused_before_anything_runs() -> None:
-    beyond = replace(Layout(dp=1), **{UNAVAILABLE: 2}) if UNAVAILABLE else None
-    if beyond is None:
-        pytest.skip("the decoder runs at every layout")
-    with pytest.raises(ConfigError, match=rf"layout\.{UNAVAILABLE}=2"):
-        prepare(compose("L0_sanity"), [Layout(dp=1), beyond])
 
 
 def test_default_layouts_spread_the_experts_where_they_can_be() -> None:

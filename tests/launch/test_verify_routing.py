@@ -17,7 +17,7 @@ def _routing(
 ) -> WindowRouting:
     ones = [[1.0] * len(row) for row in ids]
     return WindowRouting(
-        first=first,
+        places=torch.arange(first, first + len(ids)),
         topk_ids=torch.tensor(ids),
         topk_probs=torch.tensor(probs if probs is not None else ones, dtype=torch.float64),
         kept=torch.tensor(kept) if kept is not None else torch.ones(len(ids), len(ids[0]), dtype=torch.bool),

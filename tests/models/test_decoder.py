@@ -11,8 +11,7 @@ from torch.nn import functional as F
 
 from isozyme.core.config import RunConfig
 from isozyme.core.errors import BackendError, ConfigError
-from isozyme.core.topology import Layout
-from isozyme.models.decoder import Decoder, build_model, unsupported_layout
+from isozyme.models.decoder import Decoder, build_model
 from isozyme.models.types import Chunk, Model
 from isozyme.parallel.shard_spec import named_shards, spec_of
 from tests.models.common import CPU, random_batch, single_groups, tiny, whole
@@ -221,13 +220,6 @@ def test_the_seed_decides_the_weights() -> None:
     for a, b, c in zip(one.parameters(), two.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
         assert "norm" in spec_of(a).name or not torch.equal(a, c)
-
-
-@pytest.mark.parametrize("axis", ["cp"])
-def test_axes_that_do_not_exist_yet_are_refused_by_name(axis: str) -> None:
-    (message,) = unsupported_layout(Layout(**{axis: 2}))
-    assert message.startswith(f"not available yet: layout.{axis}=2")
-    assert not unsupported_layout(Layout(dp=4, pp=2, ep=2, etp=2))
 
 
 @pytest.mark.parametrize(
