@@ -5,6 +5,7 @@
     isozyme config RECIPE [key=value ...]    print the composed configuration
     isozyme topology "dp=2 ep=2"             print which rank has which coordinates
     isozyme verify ...                       hold a layout to one rank, value by value
+    isozyme bench KIND ...                   measure layers and training steps, and compare them
 
 Subcommands import what they need when they run, so that `--help` and a configuration error come at once.
 """
@@ -23,7 +24,10 @@ from isozyme.core.errors import ConfigError, did_you_mean
 from isozyme.core.topology import Layout, Topology
 
 _MODULES: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {"verify": ("isozyme.launch.verify", "hold a layout to one rank, value by value")}
+    {
+        "verify": ("isozyme.launch.verify", "hold a layout to one rank, value by value"),
+        "bench": ("isozyme.launch.bench", "measure layers and training steps, and compare them"),
+    }
 )
 """Commands that parse their own arguments: the module whose `main(argv)` runs, and one line of help."""
 

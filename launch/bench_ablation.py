@@ -1,0 +1,80 @@
+"""`isozyme bench ablation`: what each part of a layer brings, added one by one and taken away one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from isozyme.core.errors import ConfigError, did_you_mean
+from isozyme.core.precision import TRAITS
+from isozyme.launch.bench_contenders import default_precision
+from isozyme.launch.bench_layer import Effort, Row, Say, compare
+from isozyme.launch.bench_problem import Problem
+from isozyme.launch.bench_rungs import chained, leave_one_out
+
+CHAINED, LEFT_OUT = "added one by one", "left out one by one"
+
+
+def bench_ablation(
+    problem: Problem, low_precision: str | None, effort: Effort, say: Say = print
+) -> list[Row]:
+    """Measure both series on one problem; rows carry the name of their `table`.
+
+    Args:
+        problem: the layer; its router is part of every rung.
+        low_precision: precision of the last rung, None for none.
+        effort: how long to measure.
+        say: told what goes on.
+
+    Raises:
+        ConfigError: if there is no such precision.
+    """
+    if low_precision is not None and low_precision not in TRAITS:
+        raise ConfigError(f"unknown precision: --low={low_precision}. {did_you_mean(low_precision, TRAITS)}")
+    precision = default_precision(problem.device)
+    rows: list[Row] = []
+    for table, rungs in (
+        (CHAINED, chained(precision, low_precision)),
+        (LEFT_OUT, leave_one_out(precision)),
+    ):
+        say(f" {table}")
+        rows += [row | {"table": table} for row in compare(problem, rungs, effort, say)]
+    rows.insert(
+        sum(row["table"] == CHAINED for row in rows),
+        {
+            **{key: rows[0][key] for key in ("kind", "shape", "tokens", "routing", "table")},
+            "name": "+ overlap of exchange and GEMMs",
+            "precision": precision,
+            "status": "unavailable",
+            "reason": "one rank holds all experts (ep=1): there is no exchange to overlap",
+        },
+    )
+    return rows
+
+
+def draw_picture(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> str | None:
+    """A bar for each rung, as a PNG.
+
+    Returns:
+        Why there is no picture; None if it was written.
+    """
+    try:
+        from matplotlib.figure import Figure  # type: ignore[import-not-found, unused-ignore]
+    except ImportError as error:
+        return f"no picture: matplotlib is not installed ({error})"
+    timed = [row for row in rows if row.get("status") == "ok"]
+    if not timed:
+        return "no picture: no rung was timed"
+    figure = Figure(figsize=(9, 0.45 * len(timed) + 1.4), layout="constrained")
+    axes = figure.subplots()
+    colours = ["tab:blue" if row["table"] == CHAINED else "tab:gray" for row in timed]
+    bars = axes.barh([f"{row['name']}" for row in timed], [row["ms"] for row in timed], color=colours)
+    labels = [f"{row['ms']:.2f} ms, {row['tflops']:.0f} TFLOP/s" for row in timed]
+    axes.bar_label(bars, labels=labels, padding=3)
+    axes.invert_yaxis()
+    axes.set_xlabel("ms, forward and backward of one layer with its router")
+    axes.set_title(f"{title}\nblue: {CHAINED}; grey: {LEFT_OUT}")
+    axes.margins(x=0.25)
+    figure.savefig(path, dpi=150)
+    return None

@@ -1,0 +1,105 @@
+"""The command line of `isozyme bench`: one parser a kind of benchmark."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+from isozyme.core.errors import ConfigError, did_you_mean
+from isozyme.launch.bench_peers import PEERS
+from isozyme.launch.bench_rank import PEERS as TRAIN_PEERS
+from isozyme.launch.bench_shapes import SHAPES
+from isozyme.launch.bench_workload import WORKLOADS
+
+Parser = argparse.ArgumentParser
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Read the arguments after `isozyme bench`; `kind` is the benchmark, `argv` what was given.
+
+    Raises:
+        ConfigError: if the kind is unknown.
+    """
+    top = Parser(
+        prog="isozyme bench",
+        description="Measure layers and training steps, and say what was measured how.",
+        epilog="isozyme bench KIND --help says more.",
+    )
+    described = ", ".join(f"{name} ({about})" for name, (about, _) in KINDS.items())
+    top.add_argument("kind", metavar="KIND", help=described)
+    kind = top.parse_args(list(argv[:1])).kind
+    if kind not in KINDS:
+        raise ConfigError(f"unknown benchmark: isozyme bench {kind}. {did_you_mean(kind, KINDS)}")
+    about, add = KINDS[kind]
+    parser = Parser(prog=f"isozyme bench {kind}", description=about)
+    add(parser)
+    found = parser.parse_intermixed_args(list(argv[1:]))
+    found.kind, found.argv = kind, list(argv)
+    return found
+
+
+def _add_layer(to: Parser) -> None:
+    _add_case(to)
+    to.add_argument("--backends", type=_names, help="te@fp8_current, or te for each of --precisions")
+    to.add_argument("--precisions", type=_names, help="default: bf16 on a GPU, fp32 on a CPU")
+    to.add_argument("--peers", type=_names, default=[], help=f"of {', '.join(PEERS)}")
+
+
+def _add_ablation(to: Parser) -> None:
+    _add_case(to)
+    to.add_argument("--low", default="fp8_current", help="precision of the last rung, or none")
+
+
+def _add_case(to: Parser) -> None:
+    named = ", ".join(SHAPES)
+    to.add_argument("--shape", nargs="+", default=["genomic-1b"], help=f"{named}, or h=64,f=96,E=4,k=2")
+    to.add_argument(
+        "--routing", nargs="+", default=["balanced"], help="balanced random zipf:1.2 hot:0.5 half-empty"
+    )
+    to.add_argument("--tokens", type=int, help="tokens a step; the shape's own by default")
+    to.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    to.add_argument("--rounds", type=int, default=3, help="turns of each contender (A B C, C B A, …)")
+    _add_common(to, repeats=5)
+
+
+def _add_train(to: Parser) -> None:
+    to.add_argument("workload", help=f"{', '.join(WORKLOADS)}, a preset, or a recipe")
+    to.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the run")
+    to.add_argument("--backends", type=_names, default=["auto"], help="as for layer; auto is the product's")
+    to.add_argument("--precisions", type=_names, default=["bf16"])
+    to.add_argument("--peers", type=_names, default=[], help=f"of {', '.join(TRAIN_PEERS)}")
+    to.add_argument("--layers", type=int)
+    to.add_argument("--tokens-per-gpu", type=int)
+    to.add_argument("--gpus", type=int, help="ranks to start; all GPUs by default")
+    to.add_argument("--layout", help='such as "dp=2 ep=1"; by default dp and ep over all GPUs')
+    to.add_argument("--warm-up", type=int, default=3)
+    to.add_argument("--limit-s", type=float, default=300.0, help="give a contender up (under torchrun)")
+    _add_common(to, repeats=10)
+
+
+def _add_common(to: Parser, repeats: int) -> None:
+    to.add_argument("--repeats", "--steps", type=int, default=repeats, help=f"timed steps ({repeats})")
+    to.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder of the JSON (runs/bench)")
+    to.add_argument("--name", help="name of the JSON file, without its suffix")
+
+
+def _add_report(to: Parser) -> None:
+    to.add_argument("files", nargs="+", type=Path, metavar="JSON")
+    to.add_argument("--out", type=Path, help="file to write; the terminal if left out")
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+KINDS: Mapping[str, tuple[str, Callable[[Parser], None]]] = MappingProxyType(
+    {
+        "layer": ("one layer, forward and backward, beside other implementations", _add_layer),
+        "train": ("whole training steps on all GPUs, beside Hugging Face with FSDP2", _add_train),
+        "ablation": ("what each part of a layer brings", _add_ablation),
+        "report": ("JSON files merged into markdown tables", _add_report),
+    }
+)
+"""Every kind of benchmark, what it is, and its arguments."""

@@ -1,0 +1,106 @@
+"""What takes part in a layer benchmark: our expert backends, through the path that training takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from isozyme.core.config import Precision
+from isozyme.core.errors import ConfigError, did_you_mean
+from isozyme.core.precision import TRAITS
+from isozyme.launch.bench_problem import (
+    Built,
+    Contender,
+    Problem,
+    RandomExpertWeights,
+    parameters_by_expert,
+)
+from isozyme.moe.dispatch_local import LocalDispatcher
+from isozyme.moe.experts.experts import Experts
+from isozyme.moe.experts.registry import BACKENDS
+from isozyme.moe.types import Routing
+
+
+class GivenExperts(Experts):
+    """The package's experts over weights that exist already."""
+
+    def __init__(self, weights: RandomExpertWeights, backend: str, precision: Precision) -> None:
+        nn.Module.__init__(self)
+        self.weights = weights
+        self._asked, self._precision = backend, precision
+        self._choose()
+
+
+def storage_dtype(precision: Precision, device: torch.device) -> torch.dtype:
+    """The type of tokens and weights for a precision; the emulation runs on fp32 on a CPU."""
+    if precision == "mxfp8_emulated" and device.type == "cpu":
+        return torch.float32
+    return TRAITS[precision].dtype
+
+
+def our_contender(backend: str, precision: Precision) -> Contender:
+    """One backend of the registry in one precision, with the permutation and its inverse."""
+
+    def build(problem: Problem) -> Built:
+        experts = GivenExperts(problem.weights, backend, precision)
+        dispatcher = LocalDispatcher()
+        routing = Routing(
+            topk_ids=problem.topk_ids,
+            topk_probs=problem.topk_probs,
+            kept=torch.ones_like(problem.topk_ids, dtype=torch.bool),
+            num_experts=problem.shape.num_experts,
+        )
+
+        def forward() -> Tensor:
+            arrival = dispatcher.send(problem.tokens, routing)
+            return dispatcher.bring_back(experts.on_arrival(arrival), arrival)
+
+        return Built(
+            forward=forward,
+            inputs={"d_tokens": problem.tokens, "d_probs": problem.topk_probs},
+            weights=[*problem.weights.gate_up, *problem.weights.down],
+            weight_gradients=parameters_by_expert,
+        )
+
+    return Contender(name=backend, kind="isozyme", precision=precision, build=build)
+
+
+def our_contenders(backends: Sequence[str], precisions: Sequence[str]) -> list[Contender]:
+    """The contenders that the command line names.
+
+    Args:
+        backends: `te@fp8_current` is one backend in one precision; `te` alone is taken in each of
+            `precisions`.
+        precisions: names of `isozyme.core.config.Precision`.
+
+    Raises:
+        ConfigError: if a name is unknown.
+    """
+    known = [each.name for each in BACKENDS]
+    found: list[Contender] = []
+    for text in backends:
+        name, at, precision = text.partition("@")
+        if name not in known:
+            raise ConfigError(f"unknown expert backend: --backends={text}. {did_you_mean(name, known)}")
+        for each in [precision] if at else precisions:
+            if each not in TRAITS:
+                raise ConfigError(f"unknown precision: {each}. {did_you_mean(each, TRAITS)}")
+            contender = our_contender(name, each)
+            if (contender.name, contender.precision) not in [(c.name, c.precision) for c in found]:
+                found.append(contender)
+    return found
+
+
+def default_backends(device: torch.device) -> list[str]:
+    """What is measured if nothing is named: every backend that fits the device, with its precisions."""
+    if device.type == "cuda":
+        plain = ["loop", "grouped_mm", "grouped_mm_fused", "te", "te_ops"]
+        return [*plain, "te@fp8_current", "te@fp8_block", "te_fused@mxfp8"]
+    return ["loop", "grouped_mm", "grouped_mm_fused", "mxfp8_emulated@mxfp8_emulated"]
+
+
+def default_precision(device: torch.device) -> Precision:
+    """bf16 on a GPU, fp32 on a CPU."""
+    return "bf16" if device.type == "cuda" else "fp32"

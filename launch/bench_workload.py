@@ -1,0 +1,102 @@
+"""What a training benchmark runs: a preset or a recipe, cut to the tokens that one GPU takes in a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from isozyme.core.config import RunConfig
+from isozyme.core.errors import ConfigError
+from isozyme.launch.compose import compose, recipe_names
+from isozyme.models.presets import PRESETS
+
+WORKLOADS: Mapping[str, tuple[str, int, int]] = MappingProxyType(
+    {
+        "mixtral8x7b-4L": ("mixtral_8x7b", 4, 4096),
+        "genomic-8L": ("genomic_1b", 8, 16_384),
+    }
+)
+"""Named workloads: preset, layers, tokens a GPU in a step."""
+
+PEAKS: Mapping[str, float] = MappingProxyType(
+    {"A100": 312e12, "H100": 989.4e12, "H200": 989.4e12, "B200": 2250e12}
+)
+"""Dense bf16 operations a second of NVIDIA's data sheets (SXM), which MFU is measured against."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A recipe with overrides, from which every process composes the same run."""
+
+    recipe: str
+    overrides: tuple[str, ...]
+
+    def config(self, *more: str) -> RunConfig:
+        """The run, with further overrides."""
+        return compose(self.recipe, [*self.overrides, *more])
+
+
+def workload(
+    name: str,
+    *,
+    world_size: int,
+    layers: int | None = None,
+    tokens_per_gpu: int | None = None,
+    layout: str | None = None,
+    overrides: Sequence[str] = (),
+) -> Workload:
+    """Make the workload.
+
+    Args:
+        name: one of `WORKLOADS`, a preset, or a recipe.
+        world_size: the number of ranks.
+        layers: depth, if not the model's own.
+        tokens_per_gpu: tokens of one rank in one step, whole windows; one micro-batch.
+        layout: as on the command line; by default dp over all ranks, and ep as large as the experts allow.
+        overrides: further `key=value`.
+
+    Raises:
+        ConfigError: if the name is unknown, or the tokens are not whole windows.
+    """
+    recipe, given = name, ["optim.implementation=torch", *overrides]
+    if name in WORKLOADS:
+        preset, depth, tokens = WORKLOADS[name]
+        recipe, layers, tokens_per_gpu = "L0_sanity", layers or depth, tokens_per_gpu or tokens
+        given.insert(0, f"preset={preset}")
+    elif name in PRESETS:
+        recipe = "L0_sanity"
+        given.insert(0, f"preset={name}")
+    elif "/" not in name and not name.endswith((".yaml", ".yml")) and name not in recipe_names():
+        known = [*WORKLOADS, *PRESETS, *recipe_names()]
+        raise ConfigError(f"unknown workload: {name}. Choose from {', '.join(known)}, or a YAML file.")
+    if layers is not None:
+        given.append(f"model.num_layers={layers}")
+    given += ["name=bench", "optim.clip=1.0", "optim.warmup_steps=0", "data.overlap=0"]
+    base = compose(recipe, given)  # only its sizes are used: the layout comes below
+    window = base.data.window
+    tokens = tokens_per_gpu or window
+    if tokens % window:
+        raise ConfigError(
+            f"a rank takes whole windows: --tokens-per-gpu={tokens}, data.window={window}; "
+            f"{tokens} % {window} = {tokens % window}. Use a multiple of {window}, or set data.window."
+        )
+    windows = tokens // window
+    sizes = layout.split() if layout else [
+        f"dp={world_size}", f"ep={math.gcd(world_size, base.model.moe.router.num_experts)}"
+    ]  # fmt: skip
+    axes = dict(part.partition("=")[::2] for part in sizes)
+    replicas = int(axes.get("dp", "1"))
+    given += [f"layout.{axis}={size}" for axis, size in axes.items()]
+    given += [f"train.micro_batch={windows}", f"train.global_batch={windows * replicas}"]
+    return Workload(recipe=recipe, overrides=tuple(given))
+
+
+def peak_flops(gpu: str | None) -> float | None:
+    """The data sheet's bf16 rate of a GPU by its name; None if it is not known here.
+
+    >>> peak_flops("NVIDIA H200") / 1e12
+    989.4
+    """
+    return next((rate for name, rate in PEAKS.items() if gpu is not None and name in gpu), None)

@@ -1,0 +1,218 @@
+"""`isozyme bench` from its arguments to its files: ablation, training steps, reports."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from isozyme.core.errors import ConfigError, DataError
+from isozyme.launch.bench import main
+from isozyme.launch.bench_ablation import CHAINED, LEFT_OUT, bench_ablation
+from isozyme.launch.bench_document import read_document, write_document
+from isozyme.launch.bench_layer import Effort
+from isozyme.launch.bench_problem import Problem
+from isozyme.launch.bench_rank import Order, measure
+from isozyme.launch.bench_report import markdown
+from isozyme.launch.bench_shapes import shape
+from isozyme.launch.bench_train import TrainContender, bench_train, train_contenders
+from isozyme.launch.bench_workload import Workload, peak_flops, workload
+from isozyme.launch.cli import main as isozyme
+from isozyme.launch.environment import ALONE
+from isozyme.models.count import training_flops_per_token
+
+TINY = (
+    "model.hidden=32",
+    "model.num_heads=2",
+    "model.num_kv_heads=2",
+    "model.moe.ffn=48",
+    "data.window=16",
+    "device=cpu",
+)
+
+
+def tiny(world_size: int = 1, **settings: Any) -> Workload:
+    return workload("L0_sanity", world_size=world_size, overrides=TINY, **settings)
+
+
+def measured(tmp_path: Path, contender: TrainContender) -> dict[str, Any]:
+    chosen = tiny(tokens_per_gpu=32)
+    order = Order(
+        recipe=chosen.recipe,
+        overrides=[*chosen.overrides, *contender.overrides()],
+        contender=contender.name,
+        warm_up=1,
+        steps=2,
+        result=str(tmp_path / "result"),
+    )
+    return measure(order, ALONE)
+
+
+def test_a_layer_is_measured_from_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = "bench layer --shape h=32,f=48,E=4,k=2 --tokens 24 --routing balanced hot:0.5 --device cpu"
+    more = "--backends loop,te --peers liger --rounds 1 --repeats 1 --name small"
+    assert isozyme([*arguments.split(), *more.split(), "--out", str(tmp_path)]) == 0
+    document = read_document(tmp_path / "small.json")
+    assert document["kind"] == "layer"
+    assert document["command"].startswith("isozyme bench layer --shape h=32")
+    assert document["versions"]["torch"] == torch.__version__
+    assert document["ceilings"]["gemm_tflops"] > 0
+    assert [(row["routing"], row["name"], row["status"]) for row in document["rows"]] == [
+        ("balanced", "loop", "ok"),
+        ("balanced", "te", "unavailable"),
+        ("balanced", "liger", "unavailable"),
+        ("hot:0.5", "loop", "ok"),
+        ("hot:0.5", "te", "unavailable"),
+        ("hot:0.5", "liger", "unavailable"),
+    ]
+    assert "unavailable: not installed: liger-kernel" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("routing", ["zipf:1.2", "half-empty"])
+def test_every_rung_of_the_ablation_agrees_and_is_timed(routing: str) -> None:
+    size = shape("h=32,f=48,E=6,k=2", tokens=40)
+    problem = Problem.draw(size, routing, device=torch.device("cpu"), dtype=torch.float32)
+    rows = bench_ablation(problem, "fp8_current", Effort(rounds=1, repeats=1, warm_up=1), lambda _text: None)
+    by_table = {name: [row for row in rows if row["table"] == name] for name in (CHAINED, LEFT_OUT)}
+    assert [row["status"] for row in by_table[CHAINED]] == ["ok"] * 6 + ["unavailable"] * 2
+    assert [row["status"] for row in by_table[LEFT_OUT]] == ["ok"] * 5
+    loop, *_, swiglu, node, router = (row["saved_bytes_per_token"] for row in by_table[CHAINED][:6])
+    assert loop > 1.3 * swiglu > 1.3 * 1.3 * node > 1.3 * 1.3 * router
+    assert {"d_router", "d_tokens", "d_down"} <= set(by_table[CHAINED][0]["errors"])
+
+
+def test_a_router_of_a_rung_chooses_what_the_problem_says() -> None:
+    from isozyme.launch.bench_rungs import _route
+
+    size = shape("h=32,f=48,E=6,k=2", tokens=40)
+    problem = Problem.draw(size, "hot:0.5", device=torch.device("cpu"), dtype=torch.float32)
+    for fused in (False, True):
+        ids, _ = _route(problem, fused)
+        assert torch.equal(ids.sort(dim=1).values, problem.topk_ids.sort(dim=1).values)
+
+
+def test_an_unknown_precision_of_the_last_rung_is_refused() -> None:
+    problem = Problem.draw(
+        shape("h=8,f=8,E=2,k=1", tokens=4), "random", device=torch.device("cpu"), dtype=torch.float32
+    )
+    with pytest.raises(ConfigError, match="--low=fp9"):
+        bench_ablation(problem, "fp9", Effort())
+
+
+@pytest.mark.parametrize("name", ["auto", "loop", "hf-eager-fsdp2", "hf-grouped_mm-fsdp2"])
+def test_ours_and_the_peer_train_on_the_same_number_of_tokens(tmp_path: Path, name: str) -> None:
+    row = measured(tmp_path, TrainContender(name=name, precision="fp32"))
+    assert row["status"] == "ok"
+    assert row["tokens_per_gpu"] == 32
+    assert row["steps"] == 2
+    assert 4.5 < row["first_loss"] < 6.5  # ln 256 = 5.5
+    assert row["tokens_per_s_per_gpu"] == pytest.approx(32 / (row["step_ms"] / 1000))
+    flops = training_flops_per_token(tiny(tokens_per_gpu=32).config().model, 16)
+    assert row["tflops_per_gpu"] == pytest.approx(row["tokens_per_s_per_gpu"] * flops / 1e12)
+    assert row["mfu"] is None
+
+
+@pytest.mark.slow
+def test_contenders_run_in_processes_of_their_own_and_a_failure_is_a_row() -> None:
+    contenders = train_contenders(["loop", "te"], ["fp32"], ["hf-grouped_mm-fsdp2"])
+    chosen = tiny(world_size=2)
+    rows = list(
+        bench_train(chosen, contenders, warm_up=1, steps=1, place=None, limit_s=60, say=lambda _text: None)
+    )
+    assert [row["status"] for row in rows] == ["ok", "unavailable", "ok"]
+    assert "ep=2" in rows[0]["layout"]
+    assert "transformer_engine" in rows[1]["reason"]
+
+
+def test_a_workload_is_cut_to_whole_windows_of_one_micro_batch() -> None:
+    config = workload("genomic-8L", world_size=2).config()
+    assert (config.model.hidden, config.model.moe.ffn, config.model.num_layers) == (1024, 2816, 8)
+    assert (config.data.window, config.train.micro_batch, config.train.global_batch) == (8192, 2, 4)
+    assert (config.layout.dp, config.layout.ep) == (2, 2)
+    assert config.optim.implementation == "torch"
+    mixtral = workload("mixtral8x7b-4L", world_size=1, layers=2).config("precision=bf16")
+    assert (mixtral.model.num_layers, mixtral.model.moe.router.num_experts) == (2, 8)
+    assert (mixtral.data.window, mixtral.train.micro_batch) == (4096, 1)
+    assert workload("sanity", world_size=2, layout="dp=2 ep=1").config().layout.ep == 1
+
+
+def test_tokens_that_are_no_whole_windows_are_refused() -> None:
+    with pytest.raises(ConfigError, match="40 % 16 = 8"):
+        tiny(tokens_per_gpu=40)
+
+
+def test_an_unknown_workload_contender_or_benchmark_is_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown workload: mixtrl"):
+        workload("mixtrl", world_size=1)
+    with pytest.raises(ConfigError, match="--peers=hf"):
+        train_contenders([], ["bf16"], ["hf"])
+    with pytest.raises(ConfigError, match="--backends=tee"):
+        train_contenders(["tee"], ["bf16"], [])
+    with pytest.raises(ConfigError, match="unknown benchmark"):
+        main(["layers"])
+
+
+def test_the_peak_of_a_known_gpu_is_that_of_its_data_sheet() -> None:
+    assert peak_flops("NVIDIA H100 80GB HBM3") == pytest.approx(989.4e12)
+    assert peak_flops("a GPU of tomorrow") is None
+    assert peak_flops(None) is None
+
+
+def document(**more: Any) -> dict[str, Any]:
+    row = {"kind": "isozyme", "precision": "bf16", "shape": "s", "tokens": 8, "routing": "random"}
+    return {
+        "schema": "isozyme.bench/1",
+        "kind": "layer",
+        "date": "2030-01-01",
+        "command": "isozyme bench layer",
+        "hardware": {"gpu": "NVIDIA H200", "gpus": 1, "driver": "580"},
+        "versions": {"torch": "2.11", "triton": None},
+        "settings": {},
+        "ceilings": {"gemm_tflops": 760.0, "copy_tbytes": 4.1},
+        "cases": [{"shape": {"name": "s"}, "routing": "random", "grouped_gemm_tflops": 660.0}],
+        "rows": [
+            {
+                **row,
+                "name": "good",
+                "status": "ok",
+                "ms": 2.5,
+                "ms_low": 2.4,
+                "ms_high": 2.6,
+                "tflops": 500.0,
+            },
+            {**row, "name": "bad", "status": "FAILED", "reason": "disagrees"},
+        ],
+    } | more
+
+
+def test_reports_merge_files_and_name_the_machine_and_what_failed(tmp_path: Path) -> None:
+    for number in range(2):
+        write_document(document(date=f"2030-01-0{number + 1}"), tmp_path / f"{number}.json")
+    out = tmp_path / "report.md"
+    assert main(["report", *map(str, sorted(tmp_path.glob("*.json"))), "--out", str(out)]) == 0
+    text = out.read_text()
+    assert text.count("## layer: 1 × NVIDIA H200, driver 580") == 2
+    assert "| good | bf16 | 2.50 | 2.40–2.60 | 500.0 |" in text
+    assert "- bad bf16: FAILED: disagrees" in text
+    assert "| bad" not in text
+    assert "grouped GEMMs alone 660.0 TFLOP/s" in text
+    assert "triton" not in text
+    assert markdown([document()]) in text
+
+
+def test_a_file_that_is_no_benchmark_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps({"schema": "other"}))
+    with pytest.raises(DataError, match="schema="):
+        read_document(path)
+
+
+def test_numbers_that_json_lacks_are_written_as_null(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "d.json"
+    write_document(document(settings={"x": float("inf"), "y": (1.0, float("nan"))}), path)
+    assert read_document(path)["settings"] == {"x": None, "y": [1.0, None]}
