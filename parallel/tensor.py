@@ -40,12 +40,7 @@ def sequence_part(x: Shaped[Tensor, "B S *rest"], group: Communicator) -> Shaped
     Raises:
         ConfigError: if their number does not divide S.
     """
-    length, rest = divmod(x.shape[1], group.size)
-    if rest:
-        raise ConfigError(
-            f"tp must divide a window's tokens on each rank: {x.shape[1]} % {group.size} = {rest}. "
-            f"Choose tp from {', '.join(map(str, divisors(x.shape[1])))}, or another data.window."
-        )
+    length = _part_length(x.shape[1], group)
     return x.narrow(1, group.rank * length, length)
 
 
@@ -55,8 +50,23 @@ def to_sequence(rows: Shaped[Tensor, "RB P *rest"], group: Communicator) -> Shap
 
 
 def from_sequence(windows: Shaped[Tensor, "B S *rest"], group: Communicator) -> Shaped[Tensor, "RB P *rest"]:
-    """The inverse of `to_sequence`: the parts of whole windows, rank by rank."""
-    return rearrange(windows, "b (r p) ... -> (r b) p ...", r=group.size)
+    """The inverse of `to_sequence`: the parts of whole windows, rank by rank.
+
+    Raises:
+        ConfigError: if the number of ranks does not divide S.
+    """
+    return rearrange(windows, "b (r p) ... -> (r b) p ...", p=_part_length(windows.shape[1], group))
+
+
+def _part_length(length: int, group: Communicator) -> int:
+    """The tokens of a window that one rank holds."""
+    part, rest = divmod(length, group.size)
+    if rest:
+        raise ConfigError(
+            f"tp must divide a window's tokens on each rank: {length} % {group.size} = {rest}. "
+            f"Choose tp from {', '.join(map(str, divisors(length)))}, or another data.window."
+        )
+    return part
 
 
 def gather_tokens(x: Float[Tensor, "N *row"], group: Communicator) -> Float[Tensor, "RN *row"]:
