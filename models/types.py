@@ -38,7 +38,11 @@ class ModelOutput:
     hidden: Float[Tensor, "B S H"] | None
     """What the next stage receives; None from a chunk with the head."""
     loss_sum: Float[Tensor, ""] | None
-    """Sum over valid labels of the cross-entropy in nats, at least fp32; None without the head."""
+    """Sum over valid labels of the cross-entropy in nats, at least fp32; None without the head.
+
+    Tensor-parallel ranks have the same sum, that of all their tokens, and it counts once; what `stats` and
+    `routings` say is of each rank's own tokens.
+    """
     stats: Sequence[RouterStats] = ()
     """One for each mixture-of-experts layer of the chunk, in order."""
     routings: Sequence[Routing] = ()
