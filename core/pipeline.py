@@ -103,7 +103,7 @@ class PipelineConfig:
         )
         rules.check(
             all(size >= 1 for size in split[1:-1]) and all(size >= 0 for size in split),
-            f"every virtual stage needs a layer, but the first (embedding) and the last (head) may have none: "
+            "every virtual stage needs a layer, but the first (embedding) and the last (head) may have none: "
             f"{where}.split={split}. {advice}",
         )
         return rules.broken

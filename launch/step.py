@@ -90,7 +90,7 @@ class Sums:
             self._counts[chunk] = self._counts[chunk] + counts if chunk in self._counts else counts
 
     def counts(self) -> Int[Tensor, "2 L E"]:
-        """Routed and dropped slots of this rank's expert layers, chunk by chunk; `[2, 0, 0]` if it has none."""
+        """Routed and dropped slots of this rank's expert layers, by chunk; `[2, 0, 0]` without any."""
         assert self.loss is not None
         held = [self._counts[chunk] for chunk in sorted(self._counts)]
         if held:
@@ -121,7 +121,7 @@ def step_totals(local: StepTotals, groups: ProcessGroups, device: torch.device) 
 
 
 def total_loss(output: ModelOutput, totals: StepTotals) -> Tensor | None:
-    """What one chunk adds to the step's loss with one micro-batch: each sum divided by the step's count of it.
+    """What a micro-batch of one chunk adds to the step's loss: each sum divided by the step's count of it.
 
     `loss_sum / valid_labels + Σ aux_loss / windows + Σ z_loss / real_tokens`, the sums over the chunk's
     layers, so that each term is counted once over all stages; None from a chunk without any term.
@@ -260,7 +260,7 @@ class TrainStep:
         routed, dropped = counts.cpu().unbind(0)
         return loss.tolist(), routed, dropped
 
-    def _in_whole_model(self, counts: Int[Tensor, "2 L E"]) -> Int[Tensor, "2 L_whole E"]:
+    def _in_whole_model(self, counts: Int[Tensor, "2 L_own E_own"]) -> Int[Tensor, "2 L E"]:
         """This rank's counts at the places of its layers among those of all stages; zeros elsewhere."""
         stage = self.stage
         if stage.expert_layers is None:

@@ -167,20 +167,22 @@ class _Kept:
 
     @staticmethod
     def of(hidden: Tensor | None, made: ChunkOutput) -> _Kept:
-        edge = get_gradient_edge(made.hidden) if made.hidden is not None and made.hidden.requires_grad else None
+        edge = (
+            get_gradient_edge(made.hidden) if made.hidden is not None and made.hidden.requires_grad else None
+        )
         return _Kept(hidden, edge, made.loss if made.loss is not None and made.loss.requires_grad else None)
 
     def backward(self, gradient: Tensor | None) -> Tensor | None:
         """Backward from the received gradient and from the own loss together, in one pass."""
-        roots: list[Tensor | GradientEdge] = []
-        gradients: list[Tensor | None] = []
+        roots: list[GradientEdge] = []
+        gradients: list[Tensor] = []
         if self.output is not None:
             assert gradient is not None
             roots.append(self.output)
             gradients.append(gradient)
         if self.loss is not None:
-            roots.append(self.loss)
-            gradients.append(None)
+            roots.append(get_gradient_edge(self.loss))
+            gradients.append(torch.ones_like(self.loss))
         if roots:
             torch.autograd.backward(roots, gradients)
         if self.input is None:

@@ -1,4 +1,4 @@
-"""What a pipeline schedule comes to: when each action runs, what stands idle, what is kept, what is sent when.
+"""What a pipeline schedule comes to: when each action runs, what stands idle, what is kept and what is sent.
 
 A schedule is played through without ranks: each stage makes its actions in order, each as soon as what it
 needs has been made elsewhere. A schedule that cannot be played to its end would deadlock, and is refused.
@@ -40,7 +40,7 @@ class Timeline:
         return 1 - busy / (self.length * len(self.slots))
 
     def peak_in_flight(self, stage: int) -> int:
-        """The most (chunk, micro-batch) pairs whose forward is done and whose backward is not, on one stage."""
+        """The most (chunk, micro-batch) pairs of a stage whose forward is done and whose backward is not."""
         now = peak = 0
         for slot in self.slots[stage]:
             now += 1 if slot.action.kind == "F" else -1
@@ -61,8 +61,8 @@ class Timeline:
 def play(schedule: Schedule, *, forward: int = 1, backward: int = 1) -> Timeline:
     """When each action runs if every forward and every backward takes as long as given.
 
-    The forward of virtual stage v (chunk c of stage s is v = c * stages + s) needs that of v - 1; the backward
-    needs that of v + 1, and the forward of v itself.
+    The forward of virtual stage v (chunk c of stage s is v = c * stages + s) needs that of v - 1; the
+    backward needs that of v + 1, and the forward of v itself.
 
     Raises:
         ConfigError: if some action can never run, or an action is there twice or not at all.
@@ -97,7 +97,9 @@ def play(schedule: Schedule, *, forward: int = 1, backward: int = 1) -> Timeline
         if len(made) < len(actions)
     ]
     if stuck:
-        raise ConfigError(f"a schedule must not deadlock: {'; '.join(stuck)}. Change the order of the actions.")
+        raise ConfigError(
+            f"a schedule must not deadlock: {'; '.join(stuck)}. Change the order of the actions."
+        )
     return Timeline(slots)
 
 
@@ -118,7 +120,7 @@ def _last_virtual_stage(schedule: Schedule) -> int:
     kinds = sorted({action.kind for stage in schedule for action in stage}, reverse=True)
     chunks = 1 + max((action.chunk for stage in schedule for action in stage), default=0)
     count = 1 + max((action.micro_batch for stage in schedule for action in stage), default=-1)
-    wanted = sorted(Action(kind, c, m) for kind in kinds for c in range(chunks) for m in range(count))  # type: ignore[arg-type]
+    wanted = sorted(Action(kind, c, m) for kind in kinds for c in range(chunks) for m in range(count))
     for number, stage in enumerate(schedule):
         if sorted(stage) != wanted or "F" not in kinds:
             raise ConfigError(
