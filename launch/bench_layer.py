@@ -20,6 +20,7 @@ from isozyme.launch.bench_contenders import storage_dtype
 from isozyme.launch.bench_measure import (
     Footprint,
     Timing,
+    count_calls,
     footprint,
     free,
     poison,
@@ -196,6 +197,7 @@ def _time(rows: list[Row], alive: dict[int, Built], problem: Problem, effort: Ef
                 "samples": timing.samples,
                 "tflops": problem.shape.flops / seconds / 1e12,
                 "tokens_per_s": problem.shape.tokens / seconds,
+                **asdict(count_calls(steps[number], problem.device)),
             }
         else:
             rows[number] |= {"status": "FAILED", "reason": f"while it was timed: {timing}"}

@@ -1,4 +1,4 @@
-"""How a step is measured: interleaved times, bytes kept and needed, kernels launched, waits for the host."""
+"""How a step is measured: interleaved times, bytes kept and needed, kernels launched, waits of the host."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """What one step keeps and needs. Bytes; None where the device cannot say."""
+    """What one step keeps and needs, in bytes; None where the device cannot say."""
 
     saved_bytes: int | None
     """Distinct storages that autograd saves in forward, weights excluded."""
@@ -44,8 +44,6 @@ class Footprint:
     """What forward leaves allocated, its result excluded (includes what bypasses autograd)."""
     peak_bytes: int | None
     """The peak of forward and backward above weights and inputs: results and gradients are in it."""
-    launches: int | None
-    host_syncs: int | None
 
 
 def synchronize(device: torch.device) -> None:
@@ -136,7 +134,6 @@ def footprint(built: Built, upstream: Tensor, constants: Sequence[Tensor], devic
         constants: weights, which are there anyway and are not counted as kept.
         device: where it runs.
     """
-    launches, host_syncs = _calls(lambda: built.step(upstream), device)
     saved = _saved_bytes(built, upstream, constants)
     held = peak = None
     if device.type == "cuda":
@@ -149,9 +146,7 @@ def footprint(built: Built, upstream: Tensor, constants: Sequence[Tensor], devic
         grads = built.backward(out, upstream)
         peak = torch.cuda.max_memory_allocated(device) - before
         del out, grads
-    return Footprint(
-        saved_bytes=saved, held_bytes=held, peak_bytes=peak, launches=launches, host_syncs=host_syncs
-    )
+    return Footprint(saved_bytes=saved, held_bytes=held, peak_bytes=peak)
 
 
 def _saved_bytes(built: Built, upstream: Tensor, constants: Sequence[Tensor]) -> int | None:
@@ -174,10 +169,20 @@ def _saved_bytes(built: Built, upstream: Tensor, constants: Sequence[Tensor]) ->
     return sum(storages.values())
 
 
-def _calls(step: Callable[[], object], device: torch.device) -> tuple[int | None, int | None]:
-    """Kernels launched and waits for the host in one step, as the profiler sees them."""
+@dataclass(frozen=True, kw_only=True)
+class Calls:
+    """What one step asks of the device, as the profiler sees it; None where there is nothing to see."""
+
+    launches: int | None = None
+    """Kernels, without copies and fills by the copy engine."""
+    host_syncs: int | None = None
+    """Times that the host waits for the device."""
+
+
+def count_calls(step: Callable[[], object], device: torch.device) -> Calls:
+    """Profile one step. Call it after timing: a profiler that has run can slow down later launches."""
     if device.type != "cuda":
-        return None, None
+        return Calls()
     from torch.profiler import ProfilerActivity, profile, record_function
 
     try:
@@ -186,8 +191,8 @@ def _calls(step: Callable[[], object], device: torch.device) -> tuple[int | None
                 step()
             torch.cuda.synchronize(device)
         events = list(profiler.events() or [])
-    except RuntimeError:
-        return None, None
+    except (RuntimeError, AssertionError):
+        return Calls()
     kernels = [
         event
         for event in events
@@ -197,13 +202,13 @@ def _calls(step: Callable[[], object], device: torch.device) -> tuple[int | None
     ]
     spans = [e.time_range for e in events if e.name == _MARK and not _is_device(e)]
     if not kernels or not spans:
-        return None, None
+        return Calls()
     waits = [
         event
         for event in events
         if event.name in _WAITS and spans[0].start <= event.time_range.start <= spans[0].end
     ]
-    return len(kernels), len(waits)
+    return Calls(launches=len(kernels), host_syncs=len(waits))
 
 
 def _is_device(event: Any) -> bool:
