@@ -21,7 +21,7 @@ from isozyme.core.config import DataConfig, ModelConfig, RunConfig
 from isozyme.core.genome.schedule import step_indices
 from isozyme.core.initialisation import name_key
 from isozyme.core.topology import Layout
-from isozyme.models.embedding import Embedding
+from isozyme.models.embedding import Embedding, Head
 from isozyme.moe.router import Router
 
 WINDOW = 16
@@ -47,6 +47,9 @@ def reduced(config: RunConfig, layouts: Sequence[Layout]) -> RunConfig:
     """
     dense = math.lcm(*(layout.resolved().dp or 1 for layout in layouts))
     stages = math.lcm(*(layout.pp for layout in layouts))
+    interleaved = config.pipeline.schedule == "interleaved"
+    micro_batches = math.lcm(ACCUMULATION, stages if interleaved else 1)
+    virtual_stages = stages * config.pipeline.num_chunks(stages)
     model = config.model
     tp, etp = (math.lcm(*(getattr(layout, axis) for layout in layouts)) for axis in ("tp", "etp"))
     parts = math.lcm(*(layout.tp * layout.cp for layout in layouts))
@@ -59,12 +62,15 @@ def reduced(config: RunConfig, layouts: Sequence[Layout]) -> RunConfig:
         layout=Layout(),
         data=DataConfig(window=_multiple(WINDOW, parts)),
         optim=replace(config.optim, implementation="torch"),
-        train=replace(config.train, global_batch=dense * MICRO_BATCH * ACCUMULATION, micro_batch=MICRO_BATCH),
+        pipeline=replace(config.pipeline, split=None),
+        train=replace(
+            config.train, global_batch=dense * MICRO_BATCH * micro_batches, micro_batch=MICRO_BATCH
+        ),
         model=replace(
             model,
             vocab_size=_multiple(32, tp),
             hidden=32,
-            num_layers=math.ceil(max(len(kinds), 2) / stages) * stages,
+            num_layers=_multiple(max(len(kinds), 2), virtual_stages),
             num_heads=kv_heads * (model.num_heads // model.num_kv_heads),
             num_kv_heads=kv_heads,
             head_dim=8,
@@ -162,8 +168,10 @@ def skew_(model: nn.Module, config: ModelConfig) -> None:
     unfavourably. Modules that are neither the package's `Embedding` nor its `Router` are left as they are.
     """
     starved = starved_expert(config)
+    # On a pipeline's last stage a tied head has a copy of its own.
+    shared = any(isinstance(module, Embedding) for module in model.modules())
     for module in model.modules():
-        if isinstance(module, Embedding):
+        if isinstance(module, Embedding) or (isinstance(module, Head) and config.tied and not shared):
             module.weight.add_(1.0)
         if isinstance(module, Router) and starved is not None:
             module.weight[starved] = -1.0

@@ -17,6 +17,7 @@ from isozyme.launch.verify_compare import Kind, Piece, RankValues
 from isozyme.launch.verify_faults import Fault
 from isozyme.launch.verify_reduced import Windows, skew_
 from isozyme.launch.verify_routing import Flip, Key, Recorder, WindowRouting
+from isozyme.models.stage import Stage, chunks_of, expert_layers
 from isozyme.models.types import Chunk, ModelFactory
 from isozyme.parallel.grad_buffer import GradientBuffer
 from isozyme.parallel.optimizer import Optimizer
@@ -119,24 +120,19 @@ def observe(
     size = Topology(setting.layout).world_size
     seed = experiment.config.seed
 
-    def program(world: World) -> tuple[RankValues, Recorder]:
+    def program(world: World) -> tuple[RankValues, list[Recorder]]:
         return _Rank(experiment, setting, world, replay, fault).run()
 
     results = simulate(size, program, schedule_seed=seed, seed=seed)
     return Observation(
         values=[values for values, _ in results],
-        routings=[recorder.routings for _, recorder in results],
-        flips=[flip for _, recorder in results for flip in recorder.flips],
-        observed=any(recorder.observed for _, recorder in results),
+        routings=[
+            {key: routing for recorder in recorders for key, routing in recorder.routings.items()}
+            for _, recorders in results
+        ],
+        flips=[flip for _, recorders in results for recorder in recorders for flip in recorder.flips],
+        observed=any(recorder.observed for _, recorders in results for recorder in recorders),
     )
-
-
-def stage_chunk(num_layers: int, groups: ProcessGroups) -> Chunk:
-    """The layers of this rank's pipeline stage: equal shares in order, the whole model without a pipeline."""
-    stages, stage = groups.topology.size("pp"), groups.coordinates["pp"]
-    share = num_layers // stages
-    layers = range(stage * share, num_layers if stage == stages - 1 else (stage + 1) * share)
-    return Chunk(layers=layers, has_embedding=stage == 0, has_head=stage == stages - 1)
 
 
 class _Rank:
@@ -154,19 +150,22 @@ class _Rank:
         self.config = config = setting.of(experiment.config)
         world = fault.world(world) if fault is not None and fault.world is not None else world
         self.groups = groups = ProcessGroups(Topology(setting.layout), world)
-        self.model = self._build(experiment.factory)
-        chunk = stage_chunk(config.model.num_layers, groups)
-        self.recorder = Recorder(
-            self.model,
-            groups,
-            layers=_expert_layers(config, chunk),
-            replay=replay,
-            order=config.model.attention.context_order,
-        )
+        held = chunks_of(config, groups.topology.size("pp"), groups.coordinates["pp"])
+        self.recorders = [
+            Recorder(
+                self._build(experiment.factory, chunk),
+                groups,
+                layers=None if groups["pp"].size == 1 else expert_layers(config.model, chunk),
+                replay=replay,
+                order=config.model.attention.context_order,
+            )
+            for chunk in held
+        ]
+        self.model = Stage(self.recorders, groups, config=config, dtype=setting.dtype, device=CPU)
         self.buffer = GradientBuffer(self.model.parameters(), groups)
         optimizer: Updates = Optimizer(self.buffer, config.optim) if setting.exact else PlainSGD(self.buffer)
         self.step = TrainStep(
-            self.recorder,
+            self.model,
             self.buffer,
             optimizer,
             groups,
@@ -175,7 +174,7 @@ class _Rank:
         )
         self.pieces: list[Piece] = []
 
-    def run(self) -> tuple[RankValues, Recorder]:
+    def run(self) -> tuple[RankValues, list[Recorder]]:
         """All steps, and what there is to compare."""
         results = [self._one_step(number) for number in range(STEPS)]
         self._keep("weight", STEPS - 1, ((tensor, spec) for _, tensor, spec in named_shards(self.model)))
@@ -186,7 +185,7 @@ class _Rank:
             norms=[result.grad_norm for result in results],
             pieces=self.pieces,
         )
-        return values, self.recorder
+        return values, self.recorders
 
     def _where(self) -> str:
         """This rank, and its coordinates on the axes that have more than one."""
@@ -194,11 +193,10 @@ class _Rank:
         axes = [f"{axis}={index}" for axis, index in at.items() if topology.size(axis) > 1]
         return f"rank {self.groups.rank} ({' '.join(axes)})" if axes else f"rank {self.groups.rank}"
 
-    def _build(self, factory: ModelFactory) -> nn.Module:
+    def _build(self, factory: ModelFactory, chunk: Chunk) -> nn.Module:
         config, fault, groups = self.config, self.fault, self.groups
         if fault is not None and fault.config is not None:
             config = fault.config(config, groups)
-        chunk = stage_chunk(config.model.num_layers, groups)
         model = factory(config, groups, chunk, CPU, self.setting.dtype)
         skew_(model, config.model)
         return model if fault is None or fault.model is None else fault.model(model, groups)
@@ -208,7 +206,8 @@ class _Rank:
         indices = self.windows.of_rank(number, groups.coordinates["dp"], groups.topology.size("dp"))
         batches = [self.windows.batch(each) for each in indices]
         totals = step_totals(totals_of(batches), groups, CPU)
-        self.recorder.begin(indices)
+        for recorder in self.recorders:
+            recorder.begin(indices)
         first = len(self.pieces)
         result = self.step(
             batches, totals, self.setting.lr(self.config), on_gradients=lambda: self._keep_gradients(number)
@@ -239,12 +238,3 @@ class _Rank:
                     tensor=tensor.detach().clone(),
                 )
             )
-
-
-def _expert_layers(config: RunConfig, chunk: Chunk) -> range | None:
-    """The numbers of a stage's expert layers among those of the model; None where it holds all of them."""
-    if chunk.has_embedding and chunk.has_head:
-        return None
-    kinds = config.model.layer_kinds()
-    before = kinds[: chunk.layers.start].count("M")
-    return range(before, before + kinds[chunk.layers.start : chunk.layers.stop].count("M"))

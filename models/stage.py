@@ -90,8 +90,9 @@ class Stage(nn.Module):
         wanted = self.pipeline.num_chunks(stages)
         if len(chunks) != wanted or (stages > 1 and config is None):
             raise UsageError(
-                f"a stage holds the chunks that its pipeline says: {len(chunks)} were given, layout.pp={stages}"
-                f" and pipeline.chunks={self.pipeline.chunks} want {wanted}. Use Stage.build."
+                f"a stage holds the chunks that its pipeline says: {len(chunks)} were given, "
+                f"layout.pp={stages} and pipeline.chunks={self.pipeline.chunks} want {wanted}. "
+                "Use Stage.build."
             )
         if config is not None and stages > 1:
             held = chunks_of(config, stages, self._communicator.rank)
@@ -189,6 +190,7 @@ class Stage(nn.Module):
         if self.expert_layers is not None and len(output.stats) != len(self.expert_layers[chunk]):
             raise ConfigError(
                 "in a pipeline a chunk reports one RouterStats for each of its layers of kind M: chunk "
-                f"{chunk} of stage {self._communicator.rank} reported {len(output.stats)}, model.pattern gives"
-                f" it {len(self.expert_layers[chunk])}. Make model.pattern say what the model is."
+                f"{chunk} of stage {self._communicator.rank} reported {len(output.stats)}, "
+                f"model.pattern gives it {len(self.expert_layers[chunk])}. "
+                "Make model.pattern say what the model is."
             )

@@ -37,7 +37,7 @@ Change = Callable[[nn.Module, ProcessGroups], nn.Module]
 
 def run_config(*, tied: bool = False, layout: Layout | None = None, **pipeline: Any) -> RunConfig:
     """Eight micro-batches of one window (fewer on each of several replicas), all kinds of losses."""
-    config = tiny(tied=tied, num_layers=5, pattern="MDM")
+    config = tiny(tied=tied, num_layers=5, pattern="MDM", vocab_size=38)
     router = replace(config.model.moe.router, aux_loss=0.05, z_loss=0.01, expert_bias_rate=0.01)
     return replace(
         config,

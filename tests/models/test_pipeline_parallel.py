@@ -53,6 +53,9 @@ CASES = [
     pytest.param(Layout(pp=2, dp=2, etp=2), {"schedule": "gpipe"}, id="pp=2 dp=2 etp=2 gpipe"),
     pytest.param(Layout(pp=2, dp=1), INTERLEAVED, id="pp=2 chunks=2"),
     pytest.param(Layout(pp=2, dp=2, ep=2), INTERLEAVED, id="pp=2 dp=2 ep=2 chunks=2"),
+    pytest.param(Layout(pp=2, tp=2, dp=1, ep=2), {}, id="pp=2 tp=2 ep=2"),
+    pytest.param(Layout(pp=2, cp=2, dp=1, ep=2), INTERLEAVED, id="pp=2 cp=2 ep=2 chunks=2"),
+    pytest.param(Layout(pp=2, tp=2, cp=2, dp=1, ep=2), {}, id="pp=2 tp=2 cp=2 ep=2"),
     pytest.param(Layout(pp=2, dp=1), {"split": (4, 1)}, id="pp=2 split"),
     pytest.param(Layout(pp=4, dp=1), {"split": (0, 3, 2, 0)}, id="pp=4 with embedding and head alone"),
 ]
