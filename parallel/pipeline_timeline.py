@@ -70,7 +70,7 @@ def play(schedule: Schedule, *, forward: int = 1, backward: int = 1) -> Timeline
     >>> from isozyme.parallel.pipeline_schedule import schedule
     >>> print(play(schedule("1f1b", stages=2, micro_batches=3)))
     stage 0: F0 F1 .  B0 F2 B1 .  B2
-    stage 1: .  F0 B0 F1 B1 F2 B2
+    stage 1: .  F0 B0 F1 B1 F2 B2 .
     """
     last = _last_virtual_stage(schedule)
     stages = len(schedule)
