@@ -30,7 +30,7 @@ from isozyme.parallel.checkpoint_files import (
 from isozyme.parallel.checkpoint_index import Index, Reader, Shard, merge
 from isozyme.parallel.communicator import Communicator
 from isozyme.parallel.process_groups import ProcessGroups
-from isozyme.parallel.shard_spec import ShardSpec
+from isozyme.parallel.shard_spec import OwnedBox, ShardSpec
 
 NamedShards = Iterable[tuple[str, Tensor, ShardSpec]]
 """(global name, local tensor, spec), as `named_shards(module)` and `Optimizer.state()` give them."""
@@ -222,11 +222,18 @@ _Piece = tuple[Entry, Tensor, ShardSpec]
 def _unique_shards(tensors: NamedShards, groups: ProcessGroups) -> list[_Piece]:
     """What this rank writes: the shards of which it is the writer, in the order of their names."""
     mine = [
-        (Entry(name, tensor.dtype, tuple(tensor.shape)), tensor, spec)
+        (Entry(_key(name, spec), tensor.dtype, tuple(tensor.shape)), tensor, spec)
         for name, tensor, spec in tensors
         if spec.is_writer(groups.topology, groups.rank)
     ]
     return sorted(mine, key=lambda piece: piece[0].key)
+
+
+def _key(name: str, spec: ShardSpec) -> str:
+    """What a shard is called in its file: its tensor's name; with its offset, if a file may hold several."""
+    if not isinstance(spec, OwnedBox):
+        return name
+    return f"{name}@{','.join(str(part.start) for part in spec.box)}"
 
 
 def _prepare(root: Path, partial: Path, needed: int) -> None:
@@ -258,7 +265,7 @@ def _write_shards(partial: Path, mine: list[_Piece], groups: ProcessGroups) -> _
             if entry.shape != tuple(part.stop - part.start for part in box):
                 raise CheckpointError(f"{entry.key} has shape {entry.shape}, but its spec says {box}")
             writer.append(tensor)
-            pieces.append((entry.key, spec.global_shape, entry.dtype, shard))
+            pieces.append((spec.name, spec.global_shape, entry.dtype, shard))
         record = writer.finish()
     return pieces, {file: record}
 

@@ -7,16 +7,17 @@ have no gradient at all. All ranks reduce the same buckets in the same order, wh
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from isozyme.core.errors import CommunicationError, ConfigError, UsageError
+from isozyme.core.errors import ConfigError, UsageError
 from isozyme.parallel.communicator import Pending
-from isozyme.parallel.grad_layout import Segment, cut, pack
+from isozyme.parallel.grad_layout import Segment, agree_on_buckets
+from isozyme.parallel.grad_packing import pack
+from isozyme.parallel.grad_reduce import finish_gather, finish_sum, start_gather, start_sum
 from isozyme.parallel.process_groups import ProcessGroups
 
 
@@ -35,10 +36,15 @@ class GradientBuffer:
         parameters: the parameters of this rank, each with a `ShardSpec`, in an order that is the same on all
             ranks that hold the same shards. Those that do not require a gradient are left out.
         groups: the communicators of this rank.
-        bucket_bytes: upper limit of what one call reduces; by default one call a flat group.
+        bucket_bytes: upper limit of what one call reduces; by default one call a flat group (and unit).
+        sharded: sum each gradient to one owner, for `isozyme.parallel.sharded_optimizer`; after `reduce()`
+            only the slices that this rank owns hold sums.
+        units: parts of the model, in the order in which backward completes them, each with its parameters.
+            Their buckets can start early: see `expect` and `passed`. Parameters may be in none.
 
     Attributes:
         groups: the communicators.
+        sharded: as given.
         flat: the flat groups (`FlatGroup`), in a fixed order.
         buckets: the parts that are reduced one by one (`Bucket`), in the order in which they are.
 
@@ -49,16 +55,25 @@ class GradientBuffer:
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], groups: ProcessGroups, *, bucket_bytes: int | None = None
+        self,
+        parameters: Iterable[nn.Parameter],
+        groups: ProcessGroups,
+        *,
+        bucket_bytes: int | None = None,
+        sharded: bool = False,
+        units: Sequence[Sequence[nn.Parameter]] = (),
     ) -> None:
         if bucket_bytes is not None and bucket_bytes < 1:
             raise ConfigError(f"bucket_bytes must be positive: bucket_bytes={bucket_bytes}. Leave it out.")
-        self.groups = groups
-        self.flat = pack(parameters, groups)
-        self.buckets = cut(self.flat, bucket_bytes)
-        self._agree_on_buckets()
+        self.groups, self.sharded, self._num_units = groups, sharded, len(units)
+        self.flat, self.buckets = pack(
+            parameters, groups, bucket_bytes=bucket_bytes, sharded=sharded, units=units
+        )
+        agree_on_buckets(self.buckets)
         self._reduced = False
         self._ready: set[int] = set()
+        self._passes_left: list[int] = []
+        """For each unit the backward passes that are still to come; empty if nobody said how many."""
         self._pending: list[Pending | None] = []
         self._peaks: dict[int, tuple[Tensor, ...]] = {}
         """Largest magnitude of each tensor of a shared bucket, before the ranks' parts were added."""
@@ -90,6 +105,7 @@ class GradientBuffer:
                 segment.parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
         self._reduced = False
         self._ready.clear()
+        self._passes_left.clear()
         self._pending.clear()
         self._peaks.clear()
 
@@ -108,11 +124,43 @@ class GradientBuffer:
         while len(self._pending) in self._ready:
             self._start(len(self._pending))
 
+    def expect(self, passes: int) -> None:
+        """Say, after `zero()`, how many backward passes (micro-batches) this step will have.
+
+        The buckets of a unit then start when as many have `passed` it. Without this call all wait for
+        `reduce()`.
+        """
+        self._must_be_open(f"expect({passes})")
+        self._passes_left = [passes] * self._num_units
+
+    def passed(self, unit: int) -> None:
+        """Say that one backward has left a unit, whose gradients of that micro-batch are all there.
+
+        All ranks pass the same units in the same order (it is that of the layers), whichever experts got
+        tokens, and so start the same reductions at the same places.
+
+        Raises:
+            UsageError: if there were more passes than expected.
+        """
+        if not self._passes_left:
+            return
+        self._must_be_open(f"passed({unit})")
+        self._passes_left[unit] -= 1
+        if self._passes_left[unit] < 0:
+            raise UsageError(
+                f"more backward passes than expected: unit {unit} of {self._num_units} was passed again "
+                "after its reduction had started. Call expect() with the number of micro-batches."
+            )
+        if self._passes_left[unit] == 0:
+            for index, bucket in enumerate(self.buckets):
+                if bucket.unit == unit:
+                    self.ready(index)
+
     def reduce(self) -> None:
         """Sum every gradient over the ranks that hold a part of it: once, after the last micro-batch.
 
         A parameter without a gradient contributes zeros, so all ranks of a group make the same calls. Bytes
-        sent: 2 n (size-1)/size for each flat group of n bytes.
+        sent: 2 n (size-1)/size for each flat group of n bytes, half of that if sharded.
 
         Raises:
             UsageError: if it was called since the last `zero()`.
@@ -121,11 +169,28 @@ class GradientBuffer:
         while len(self._pending) < len(self.buckets):
             self._start(len(self._pending))
         for bucket, pending in zip(self.buckets, self._pending, strict=True):
-            if pending is not None:
-                pending.wait()
-            for communicator in bucket.group.communicators[1:]:
-                communicator.all_reduce(bucket.data)
+            finish_sum(bucket, pending)
         self._reduced = True
+
+    def counted(self) -> list[tuple[Tensor, int]]:
+        """The reduced gradients of this rank as flat tensors, each with the number of ranks that hold it.
+
+        Slices with one owner have 1. What an optimiser reads lies within these.
+        """
+        if self.sharded:
+            return [(bucket.group.data[bucket.own], 1) for bucket in self.buckets]
+        return [(group.data, group.num_replicas) for group in self.flat]
+
+    def gather(self) -> None:
+        """Give every rank the whole sums again, where slices were dealt out. All ranks call it together.
+
+        For those who look at gradients between `reduce()` and the update; the update itself does not need it.
+        """
+        for bucket in self.buckets:
+            slicers = bucket.group.slicers
+            if slicers:
+                own = bucket.group.data[bucket.own].clone()
+                bucket.data.copy_(finish_gather(own, slicers, start_gather(own, slicers)))
 
     def stack_view(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         """The gradients of equally shaped, adjacent parameters as one tensor `[len(parameters), ...]`.
@@ -216,27 +281,8 @@ class GradientBuffer:
 
     def _start(self, index: int) -> None:
         bucket = self.buckets[index]
-        if not bucket.group.communicators:
-            self._pending.append(None)
-            return
-        views = [s.view(bucket.group.data) for s in bucket.segments if s.parameter.numel()]
-        if views:
-            self._peaks[index] = tuple(torch._foreach_norm(views, float("inf")))
-        self._pending.append(bucket.group.communicators[0].all_reduce_async(bucket.data))
-
-    def _agree_on_buckets(self) -> None:
-        for bucket in self.buckets:
-            for communicator in bucket.group.communicators:
-                mine = bucket.signature()
-                digest = hashlib.blake2b(repr(mine).encode()).hexdigest()
-                if len(set(communicator.all_gather_object(digest))) == 1:
-                    continue
-                everyone = communicator.all_gather_object(mine)
-                differ = (i for i, names in enumerate(zip(*everyone, strict=False)) if len(set(names)) > 1)
-                first = next(differ, None)
-                where = f"from {everyone[0][first][0]} on" if first is not None else "in number"
-                raise CommunicationError(
-                    f"the ranks {list(communicator.ranks)} sum gradients over {communicator.name}, but their "
-                    f"parameters differ {where} ({bucket.group.name}). Build the same model on all of them, "
-                    "with parameters in the same order."
-                )
+        if bucket.group.communicators:
+            views = [s.view(bucket.group.data) for s in bucket.segments if s.parameter.numel()]
+            if views:
+                self._peaks[index] = tuple(torch._foreach_norm(views, float("inf")))
+        self._pending.append(start_sum(bucket))

@@ -1,25 +1,23 @@
-"""Where each gradient lies: parameters packed into flat groups, one for each set of ranks that sums them.
+"""What the gradient buffer is made of: parameters in flat groups, which are cut into buckets.
 
-The packing is a pure function of the specs and of the order in which parameters are given, so it is the same
-on all ranks that reduce together. Parameters that view one storage (the experts of one stack) stay adjacent.
+A flat group is summed over one set of ranks, a bucket by one call, and with a sharded optimiser each rank
+owns one slice of every bucket. Where everything lies is decided by `isozyme.parallel.grad_packing`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from isozyme.core.errors import CommunicationError
 from isozyme.core.topology import Topology
 from isozyme.parallel.communicator import Communicator
 from isozyme.parallel.process_groups import ProcessGroups, group_axes
-from isozyme.parallel.shard_spec import EMBEDDING, ShardSpec, spec_of
-
-ALIGNMENT = 64
-"""Elements to which the start of a run of parameters is aligned (256 bytes in fp32), as kernels want it."""
+from isozyme.parallel.shard_spec import EMBEDDING, ShardSpec
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -40,16 +38,51 @@ class Segment:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class FlatGroup:
-    """Gradients of one dtype that are summed over the same ranks, in one contiguous tensor."""
+    """Gradients of parameters of one dtype that are summed over the same ranks, in one contiguous tensor."""
 
     name: str
     """Axes and dtype, such as `expert edp float32` (for messages)."""
     communicators: tuple[Communicator, ...]
     """The sum over the replicas is the sum over each of these in turn; empty if nobody else has a part."""
+    slicers: tuple[Communicator, ...] = ()
+    """With a sharded optimiser the groups that deal slices out, one after the other: those of the sum, then
+    those whose ranks have the same gradient. Together they are all replicas."""
     num_replicas: int
-    """Ranks that hold the same shards: the weight of this group in the global norm is one over this."""
+    """Ranks that hold the same shards."""
     data: Tensor
     segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Bucket:
+    """A contiguous part of a flat group that is reduced by one call."""
+
+    group: FlatGroup
+    segments: tuple[Segment, ...]
+    start: int
+    stop: int
+    """Its end in the flat group, in elements; padded so that every owner's slice is as long."""
+    unit: int | None = None
+    """The part of the model after whose backward no further gradient comes; None: only the end is sure."""
+
+    @property
+    def data(self) -> Tensor:
+        """The gradients of the bucket, as a contiguous view."""
+        return self.group.data[self.start : self.stop]
+
+    @property
+    def own(self) -> slice:
+        """What this rank's optimiser updates, in elements of the group: all of the bucket, or a slice."""
+        start, stop = self.start, self.stop
+        for communicator in self.group.slicers:
+            share = (stop - start) // communicator.size
+            start += communicator.rank * share
+            stop = start + share
+        return slice(start, stop)
+
+    def signature(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """What ranks that reduce this bucket together must agree on."""
+        return tuple((segment.spec.name, tuple(segment.parameter.shape)) for segment in self.segments)
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -72,6 +105,13 @@ def reduce_communicators(spec: ShardSpec, groups: ProcessGroups) -> tuple[Commun
     return tuple(communicator for communicator in found if communicator.size > 1)
 
 
+def copy_communicators(spec: ShardSpec, groups: ProcessGroups) -> tuple[Communicator, ...]:
+    """The groups of more than one rank whose ranks hold the same shard *and* have the same gradient of it."""
+    axes = {axis for axis, kind in spec.replicas.items() if kind == "identical"}
+    found = _one_or_several(axes, groups.topology, groups) if axes else []
+    return tuple(communicator for communicator in found if communicator.size > 1)
+
+
 def _one_or_several(axes: set[str], topology: Topology, groups: ProcessGroups) -> list[Communicator]:
     wanted = topology.size(axes)
     for known in group_axes(topology):
@@ -81,100 +121,24 @@ def _one_or_several(axes: set[str], topology: Topology, groups: ProcessGroups) -
     return [groups[axis] for axis in topology.grid(axes).axes if axis in axes]
 
 
-def pack(parameters: Iterable[nn.Parameter], groups: ProcessGroups) -> tuple[FlatGroup, ...]:
-    """Allocate zeroed flat groups for all parameters that require a gradient, in an order fixed by the specs.
-
-    Groups are ordered by reduce axes, grid, number of replicas, dtype and device; within a group parameters
-    keep the order given, except that views of one storage are placed together, in the order of their offset.
+def agree_on_buckets(buckets: Sequence[Bucket]) -> None:
+    """See that the ranks which reduce together hold the same parameters; all of them call it together.
 
     Raises:
-        ValueError: if two parameters have the same global name, or one has no spec or is not contiguous.
+        CommunicationError: if they do not.
     """
-    members: dict[tuple[str, ...], list[tuple[int, nn.Parameter, ShardSpec]]] = {}
-    names: set[str] = set()
-    for order, parameter in enumerate(parameters):
-        spec = spec_of(parameter)
-        if spec.name in names:
-            raise ValueError(f"two parameters are called {spec.name}. Global names are unique.")
-        names.add(spec.name)
-        if not parameter.is_contiguous():
-            raise ValueError(
-                f"parameters are contiguous: {spec.name} has shape {tuple(parameter.shape)} and stride "
-                f"{parameter.stride()}. Make it from tensor.contiguous()."
+    for bucket in buckets:
+        for communicator in bucket.group.slicers or bucket.group.communicators:
+            mine = bucket.signature()
+            digest = hashlib.blake2b(repr(mine).encode()).hexdigest()
+            if len(set(communicator.all_gather_object(digest))) == 1:
+                continue
+            everyone = communicator.all_gather_object(mine)
+            differ = (i for i, names in enumerate(zip(*everyone, strict=False)) if len(set(names)) > 1)
+            first = next(differ, None)
+            where = f"from {everyone[0][first][0]} on" if first is not None else "in number"
+            raise CommunicationError(
+                f"the ranks {list(communicator.ranks)} sum gradients over {communicator.name}, but their "
+                f"parameters differ {where} ({bucket.group.name}). Build the same model on all of them, "
+                "with parameters in the same order."
             )
-        if parameter.requires_grad:
-            key = _key(parameter, spec, groups.topology)
-            members.setdefault(key, []).append((order, parameter, spec))
-    return tuple(_pack_group(members[key], groups) for key in sorted(members))
-
-
-def _key(parameter: nn.Parameter, spec: ShardSpec, topology: Topology) -> tuple[str, ...]:
-    return (
-        "+".join(sorted(spec.reduce_axes)),
-        spec.grid,
-        str(spec.num_replicas(topology)),
-        str(accumulate_dtype(parameter.dtype)).removeprefix("torch."),
-        str(parameter.device),
-    )
-
-
-def _pack_group(members: list[tuple[int, nn.Parameter, ShardSpec]], groups: ProcessGroups) -> FlatGroup:
-    runs: dict[int, list[tuple[int, nn.Parameter, ShardSpec]]] = {}
-    for member in members:
-        parameter = member[1]
-        # An empty storage has the address 0, and so says nothing about who shares it.
-        address = parameter.untyped_storage().data_ptr()
-        runs.setdefault(address if address else -1 - member[0], []).append(member)
-    segments: list[Segment] = []
-    end = 0
-    for run in runs.values():
-        end = math.ceil(end / ALIGNMENT) * ALIGNMENT
-        for order, parameter, spec in sorted(run, key=lambda member: member[1].storage_offset()):
-            stop = end + parameter.numel()
-            segments.append(Segment(parameter=parameter, spec=spec, start=end, stop=stop, order=order))
-            end = stop
-    _, parameter, spec = members[0]
-    dtype = accumulate_dtype(parameter.dtype)
-    axes = "+".join(spec.reduce_axes) or "unshared"
-    return FlatGroup(
-        name=f"{spec.grid} {axes} {str(dtype).removeprefix('torch.')}",
-        communicators=reduce_communicators(spec, groups),
-        num_replicas=spec.num_replicas(groups.topology),
-        data=torch.zeros(end, dtype=dtype, device=parameter.device),
-        segments=tuple(segments),
-    )
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Bucket:
-    """A contiguous part of a flat group that is reduced by one call."""
-
-    group: FlatGroup
-    segments: tuple[Segment, ...]
-
-    @property
-    def data(self) -> Tensor:
-        """The gradients of the bucket, as a contiguous view."""
-        return self.group.data[self.segments[0].start : self.segments[-1].stop]
-
-    def signature(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """What ranks that reduce this bucket together must agree on."""
-        return tuple((segment.spec.name, tuple(segment.parameter.shape)) for segment in self.segments)
-
-
-def cut(groups: Sequence[FlatGroup], bucket_bytes: int | None) -> tuple[Bucket, ...]:
-    """Buckets of at most `bucket_bytes` (but at least one parameter), in the order in which they are reduced.
-
-    That is from the last parameter to the first, as backward completes them.
-    """
-    buckets: list[Bucket] = []
-    for group in groups:
-        limit = math.inf if bucket_bytes is None else bucket_bytes / group.data.element_size()
-        chosen: list[Segment] = []
-        for segment in group.segments:
-            if chosen and segment.stop - chosen[0].start > limit:
-                buckets.append(Bucket(group=group, segments=tuple(chosen)))
-                chosen = []
-            chosen.append(segment)
-        buckets.append(Bucket(group=group, segments=tuple(chosen)))
-    return tuple(sorted(buckets, key=lambda bucket: -max(segment.order for segment in bucket.segments)))

@@ -20,7 +20,7 @@ def global_norm(buffer: GradientBuffer) -> float:
 
     All ranks of the world call it together, after `buffer.reduce()`, and get the same number. Per-shard
     norms are computed in at least fp32, their squares added in fp64. One all-reduce of 8 bytes; waits for the
-    device.
+    device. Where slices were dealt out, each owner adds its own.
 
     Raises:
         UsageError: before `buffer.reduce()`.
@@ -30,11 +30,11 @@ def global_norm(buffer: GradientBuffer) -> float:
         raise UsageError(
             "the gradient norm was asked for before buffer.reduce(): it would be that of a part."
         )
-    filled = [group for group in buffer.flat if group.data.numel()]
-    device = filled[0].data.device if filled else torch.device("cpu")
+    filled = [(tensor, holders) for tensor, holders in buffer.counted() if tensor.numel()]
+    device = filled[0][0].device if filled else torch.device("cpu")
     total = torch.zeros(1, dtype=torch.float64, device=device)
-    for group, norm in zip(filled, _norms([group.data for group in filled]), strict=True):
-        total += norm.double().square() / group.num_replicas
+    for (_, holders), norm in zip(filled, _norms([tensor for tensor, _ in filled]), strict=True):
+        total += norm.double().square() / holders
     value = math.sqrt(float(buffer.groups.world.all_reduce(total)))
     if not math.isfinite(value):
         raise NonFiniteError(_blame(buffer, value))
@@ -55,8 +55,8 @@ def clip_(buffer: GradientBuffer, norm: float, max_norm: float) -> float:
     if max_norm == 0 or norm <= max_norm:
         return 1.0
     coefficient = max_norm / norm
-    for group in buffer.flat:
-        group.data.mul_(coefficient)
+    for tensor, _ in buffer.counted():
+        tensor.mul_(coefficient)
     return coefficient
 
 

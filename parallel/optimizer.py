@@ -1,8 +1,8 @@
 """AdamW over a gradient buffer: at least fp32 masters and moments, saved under the parameters' global names.
 
-The state lies flat beside the gradient buffer's groups (one tensor of moments for each flat group), so that
-sharding it over the replicas later is a matter of slicing. Every replica makes the same update from the same
-summed gradient; nothing is communicated here.
+The state lies flat beside the gradient buffer's groups (one tensor of moments for each flat group). Every
+replica makes the same update from the same summed gradient; nothing is communicated here. Its twin that deals
+the state out over the replicas is in `isozyme.parallel.sharded_optimizer`.
 """
 
 from __future__ import annotations
@@ -40,16 +40,17 @@ class Optimizer:
 
     Raises:
         BackendError: if `config.implementation` names one that cannot run here.
+        UsageError: if the buffer deals its sums out, and this is not the sharded optimiser.
     """
 
     def __init__(self, buffer: GradientBuffer, config: OptimConfig) -> None:
+        self._check(buffer)
         self.buffer = buffer
         self.updates = 0
         self._state: list[tuple[str, Tensor, ShardSpec]] = []
         self._rounded: list[tuple[nn.Parameter, Tensor]] = []
         """(parameter, master) of those that have a copy."""
-        slots = [slot for group in buffer.flat for slot in self._slots(group)]
-        self._backend, self.choice = choose(slots, config)
+        self._backend, self.choice = choose(list(self._slots()), config)
 
     def step(self, lr: float) -> None:
         """Update every parameter once from the reduced (and clipped) gradients.
@@ -63,7 +64,7 @@ class Optimizer:
             )
         self._backend.step(lr)
         self.updates += 1
-        self._round()
+        self._publish()
 
     def state(self) -> Iterator[tuple[str, Tensor, ShardSpec]]:
         """(global name, this rank's shard, spec) of every moment and every separate master.
@@ -79,7 +80,7 @@ class Optimizer:
         """Go on from state that was copied into the tensors of `state()`, after `updates` updates."""
         self.updates = updates
         self._backend.set_updates(updates)
-        self._round()
+        self._publish()
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
@@ -87,13 +88,26 @@ class Optimizer:
         for parameter, master in self._rounded:
             master.copy_(parameter)
 
+    def _check(self, buffer: GradientBuffer) -> None:
+        if buffer.sharded:
+            raise UsageError(
+                "the whole gradient is needed, but the buffer deals its sums out: sharded=True. "
+                "Use ShardedOptimizer, or a buffer with sharded=False."
+            )
+
     @torch.no_grad()
-    def _round(self) -> None:
+    def _publish(self) -> None:
+        """Bring updated masters into the parameters."""
         if self._rounded:
             parameters, masters = zip(*self._rounded, strict=True)
             torch._foreach_copy_(parameters, masters)
 
-    def _slots(self, group: FlatGroup) -> Iterator[Slot]:
+    def _slots(self) -> Iterator[Slot]:
+        """The tensors of every update; notes state and masters on the way."""
+        for group in self.buffer.flat:
+            yield from self._slots_of(group)
+
+    def _slots_of(self, group: FlatGroup) -> Iterator[Slot]:
         exp_avg, exp_avg_sq = torch.zeros_like(group.data), torch.zeros_like(group.data)
         copied = any(segment.parameter.dtype != group.data.dtype for segment in group.segments)
         masters = torch.zeros_like(group.data) if copied else None
@@ -114,9 +128,12 @@ class Optimizer:
                 self._rounded.append((parameter, slot.master))
                 named[MASTER] = slot.master
             for prefix, tensor in named.items():
-                self._state.append((f"{prefix}.{segment.spec.name}", tensor, _renamed(segment.spec, prefix)))
+                self._state.append(
+                    (f"{prefix}.{segment.spec.name}", tensor, state_spec(segment.spec, prefix))
+                )
             yield slot
 
 
-def _renamed(spec: ShardSpec, prefix: str) -> ShardSpec:
+def state_spec(spec: ShardSpec, prefix: str) -> ShardSpec:
+    """The spec of a parameter's state: the same under another name."""
     return replace(spec, name=f"{prefix}.{spec.name}", kind="buffer", decay=False)

@@ -93,6 +93,53 @@ class ShardSpec:
         return all(topology.index(rank, axis) == 0 for axis in self.replicas if axis != EMBEDDING)
 
 
+@dataclass(frozen=True, kw_only=True)
+class OwnedBox(ShardSpec):
+    """A part of a rank's shard that this rank alone keeps: a box of the global tensor.
+
+    Sharded optimiser state consists of such. The other fields are those of the shard that it is a part of.
+    """
+
+    box: tuple[slice, ...]
+
+    def slices(self, topology: Topology, rank: int) -> tuple[slice, ...]:  # noqa: ARG002
+        """The box, wherever the shard lies."""
+        return self.box
+
+    def is_writer(self, topology: Topology, rank: int) -> bool:  # noqa: ARG002
+        """Nobody else has it."""
+        return True
+
+
+def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[slice, ...]]:
+    """The elements `[start, stop)` of a row-major tensor as boxes, in order: at most two for each dim.
+
+    >>> for rows, columns in boxes_of_range((3, 4), 2, 9):
+    ...     print(rows.start, rows.stop, "x", columns.start, columns.stop)
+    0 1 x 2 4
+    1 2 x 0 4
+    2 3 x 0 1
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield ()
+        return
+    row = math.prod(shape[1:])
+    rest = tuple(slice(0, size) for size in shape[1:])
+    first, last = -(-start // row), stop // row  # the whole rows
+    if first > last:  # within one row
+        for box in boxes_of_range(shape[1:], start - last * row, stop - last * row):
+            yield (slice(last, last + 1), *box)
+        return
+    for box in boxes_of_range(shape[1:], start - (first - 1) * row, row) if first * row > start else ():
+        yield (slice(first - 1, first), *box)
+    if first < last:
+        yield (slice(first, last), *rest)
+    for box in boxes_of_range(shape[1:], 0, stop - last * row):
+        yield (slice(last, last + 1), *box)
+
+
 def dense_spec(name: str, global_shape: tuple[int, ...], init: Init, *, decay: bool = True) -> ShardSpec:
     """The spec of a dense tensor that every rank of a stage holds whole (norms, router, TP=1 weights)."""
     replicas: dict[str, Replica] = {"tp": "partial", "cp": "partial", "dp": "partial"}

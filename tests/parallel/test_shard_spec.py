@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from isozyme.core.initialisation import Init
 from isozyme.core.topology import Layout, Topology
 from isozyme.parallel.process_groups import ProcessGroups, SingleWorld
-from isozyme.parallel.shard_spec import ShardSpec, attach, dense_spec, named_shards, spec_of
+from isozyme.parallel.shard_spec import (
+    ShardSpec,
+    attach,
+    boxes_of_range,
+    dense_spec,
+    named_shards,
+    spec_of,
+)
 from tests.parallel.sharded_model import PARTIAL, ShardedModel, global_specs, holds, layouts
 
 
@@ -102,3 +112,14 @@ def test_every_parameter_of_a_model_has_a_name_of_its_own():
     model = ShardedModel(ProcessGroups(Topology(Layout()), SingleWorld()))
     names = [name for name, _, _ in named_shards(model)]
     assert len(names) == len(set(names)) == len(global_specs())
+
+
+@given(st.lists(st.integers(1, 4), max_size=4), st.data())
+def test_boxes_of_a_range_are_its_elements_in_order(shape, data):
+    size = math.prod(shape)
+    start = data.draw(st.integers(0, size))
+    stop = data.draw(st.integers(start, size))
+    numbers = torch.arange(size).view(shape)
+    boxes = list(boxes_of_range(tuple(shape), start, stop))
+    assert [int(n) for box in boxes for n in numbers[box].flatten()] == list(range(start, stop))
+    assert len(boxes) <= max(2 * len(shape) - 1, 1)
