@@ -9,12 +9,17 @@ CPU generator also keeps only 32 bits of a seed, so that among millions of rows 
 from __future__ import annotations
 
 import hashlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
+
+
+_THREAD_ELEMENTS = 1 << 20
+"""Elements that are worth a thread."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,17 @@ def initial_shard(
     row_shape = global_shape[:init_dim] + global_shape[init_dim + 1 :]
     within = slices[:init_dim] + slices[init_dim + 1 :]
     out = np.empty((shape[init_dim], *(part.stop - part.start for part in within)), dtype=np.float32)
-    for place, index in enumerate(range(slices[init_dim].start, slices[init_dim].stop)):
-        generator = np.random.Generator(np.random.Philox(key=name_key(seed, name, index)))
-        out[place] = generator.standard_normal(row_shape, dtype=np.float32)[within]
+
+    def draw(rows: range) -> None:
+        for place in rows:
+            key = name_key(seed, name, slices[init_dim].start + place)
+            generator = np.random.Generator(np.random.Philox(key=key))
+            out[place] = generator.standard_normal(row_shape, dtype=np.float32)[within]
+
+    workers = min(torch.get_num_threads(), -(-out.size // _THREAD_ELEMENTS))
+    if workers <= 1:
+        draw(range(len(out)))
+    else:  # each row has a generator of its own, so the threads' order changes nothing
+        with ThreadPoolExecutor(workers) as pool:
+            list(pool.map(draw, (range(first, len(out), workers) for first in range(workers))))
     return torch.from_numpy(out).mul_(init.value).movedim(0, init_dim).contiguous()

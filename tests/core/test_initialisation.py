@@ -89,3 +89,17 @@ def test_the_caller_s_random_state_is_neither_read_nor_changed():
 def test_keys_have_128_bits_and_separate_name_from_index(seed, name, index):
     assert 0 <= name_key(seed, name, index) < 2**128
     assert name_key(seed, f"{name}1", index) != name_key(seed, name, int(f"1{index}"))
+
+
+def test_threads_change_nothing() -> None:
+    draw = {"name": "w", "global_shape": (2, 3000, 700), "init": Init.normal(1.0), "seed": 3, "init_dim": 1}
+    whole = (slice(0, 2), slice(0, 3000), slice(0, 700))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = initial_shard(slices=whole, **draw)
+        torch.set_num_threads(4)
+        together = initial_shard(slices=whole, **draw)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(alone, together)
