@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-
 _THREAD_ELEMENTS = 1 << 20
 """Elements that are worth a thread."""
 
