@@ -1,24 +1,26 @@
 """How the toolkit talks to a dispatcher: what it is told, what it is given, and what it returns.
 
-Two styles. `isozyme`: the protocol `isozyme.moe.types.Dispatcher`. `torch`: plain tensors, and communication by
-torch.distributed, as in `TensorDispatcher`.
+Two styles. `isozyme`: the protocol `isozyme.moe.types.Dispatcher`. `torch`: plain tensors, and communication
+by torch.distributed, as in `TensorDispatcher`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from functools import cached_property
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from isozyme.core.topology import Topology
 from isozyme.moe.placement import ExpertPlacement
 from isozyme.moe.testing.inputs import Inputs
+from isozyme.moe.testing.setting import Setting
 from isozyme.moe.testing.violation import Violation
-from isozyme.moe.testing.world import World
 from isozyme.moe.types import Dispatched
 from isozyme.parallel.process_groups import ProcessGroups
 from isozyme.parallel.simulated import SimulatedWorld
@@ -26,6 +28,7 @@ from isozyme.parallel.simulated import SimulatedWorld
 Style = Literal["isozyme", "torch"]
 
 
+@runtime_checkable
 class TensorDispatcher(Protocol):
     """A dispatcher of plain tensors: write these two methods around your own."""
 
@@ -63,10 +66,17 @@ class Place:
     hidden: int
     capacity: int
     """The most slots that any rank sends to any expert: what buffers of a fixed size must hold."""
-    groups: ProcessGroups
-    """The communicators of this rank."""
+    topology: Topology
+    """The rank arithmetic of the layout."""
+    world: SimulatedWorld
+    """This rank's view of the simulated world."""
     group: Any = None
     """Style torch: the process group of torch.distributed over the ranks of EP."""
+
+    @cached_property
+    def groups(self) -> ProcessGroups:
+        """The communicators of this rank, built when they are first asked for (on all ranks, or on none)."""
+        return ProcessGroups(self.topology, self.world)
 
     @property
     def num_local_experts(self) -> int:
@@ -83,10 +93,9 @@ DispatcherFactory = Callable[[Place], Any]
 """Builds the dispatcher of one rank; called on every rank at the start of every run."""
 
 
-def place_of(world: World, sim: SimulatedWorld, style: Style) -> Place:
+def place_of(world: Setting, sim: SimulatedWorld, style: Style) -> Place:
     """The place of a simulated rank in the world's layout. All ranks call it together."""
     topology = world.topology
-    groups = ProcessGroups(topology, sim)
     group = None
     if style == "torch":
         for ranks in world.groups():
@@ -100,7 +109,8 @@ def place_of(world: World, sim: SimulatedWorld, style: Style) -> Place:
         topk=world.topk,
         hidden=world.hidden,
         capacity=world.fullest(),
-        groups=groups,
+        topology=topology,
+        world=sim,
         group=group,
     )
 
@@ -137,7 +147,9 @@ def send(
     given = ids.clone()
     rows, per_expert, probs, handle = dispatcher.dispatch(tokens, ids, weights)
     counts = tuple(int(n) for n in (per_expert.tolist() if isinstance(per_expert, Tensor) else per_expert))
-    sent = _checked(rows, counts, probs, sum(counts), place, tokens.dtype, lambda out: dispatcher.combine(out, handle))
+    sent = _checked(
+        rows, counts, probs, sum(counts), place, tokens.dtype, lambda out: dispatcher.combine(out, handle)
+    )
     return sent, lambda: ids.equal(given)
 
 

@@ -25,10 +25,9 @@ def every_row_was_sent(world: World, run: Run) -> None:
         known = rows_by_value(world, run.inputs, rank)
         for expert, place, row in real_rows(seen):
             if row not in known:
+                where = f"row {place} under expert {global_expert(world, rank, expert)} on rank {rank}"
                 raise Violation(
-                    "every_row_was_sent",
-                    f"row {place} under expert {global_expert(world, rank, expert)} on rank {rank} holds {list(row)}, "
-                    f"which no rank of its group sent",
+                    "every_row_was_sent", f"{where} holds {list(row)}, which no rank of its group sent"
                 )
 
 
@@ -59,14 +58,14 @@ def every_kept_slot_arrives_once(world: World, run: Run) -> None:
                 if came[row] != wanted[row]:
                     raise Violation(
                         "every_kept_slot_arrives_once",
-                        f"token {token} of rank {source} must arrive {wanted[row]} time(s) at expert {number} "
-                        f"on rank {rank}, but came {came[row]} time(s)",
+                        f"token {token} of rank {source} must come {_times(wanted[row])} to expert {number} "
+                        f"on rank {rank}, but came {_times(came[row])}",
                     )
             extra = came - wanted
             if extra:
                 raise Violation(
                     "every_kept_slot_arrives_once",
-                    f"expert {number} on rank {rank} was given {list(next(iter(extra)))}, which was not sent to it",
+                    f"expert {number} on rank {rank} got {list(next(iter(extra)))}, which nobody sent to it",
                 )
 
 
@@ -80,18 +79,16 @@ def weights_travel_with_their_rows(world: World, run: Run) -> None:
             wanted = Counter(
                 (row_of(run.inputs[r].tokens[t]), float(run.inputs[r].weights[t, k])) for r, t, k in slots
             )
-            came = [
-                (row, float(per_expert[expert][at])) for of, at, row in real_rows(seen) if of == expert
-            ]
+            came = [(row, float(per_expert[expert][at])) for of, at, row in real_rows(seen) if of == expert]
             for row, weight in came:
                 if wanted[row, weight] == 0:
                     source, token = rows_by_value(world, run.inputs, rank)[row][0][0]
-                    right = [float(w) for r, w in wanted if r == row]
+                    where = f"under expert {global_expert(world, rank, expert)} on rank {rank}"
+                    right = next((w for r, w in wanted if r == row), 0.0)
                     raise Violation(
                         "weights_travel_with_their_rows",
-                        f"token {token} of rank {source} stands under expert {global_expert(world, rank, expert)} on "
-                        f"rank {rank} with weight {weight:.6g}, not {right[0] if right else 0:.6g}"
-                        f"{_owner_of_weight(run.inputs, weight)}",
+                        f"token {token} of rank {source} stands {where} with weight {weight:.6g}, not "
+                        f"{right:.6g}{_owner_of_weight(run.inputs, weight)}",
                     )
                 wanted[row, weight] -= 1
 
@@ -103,10 +100,9 @@ def rows_are_in_order(world: World, run: Run) -> None:
             wanted = [row_of(run.inputs[r].tokens[t]) for r, t, _ in slots]
             came = [row for of, _, row in real_rows(seen) if of == expert]
             if came != wanted:
+                where = f"under expert {global_expert(world, rank, expert)} on rank {rank}"
                 raise Violation(
-                    "rows_are_in_order",
-                    f"rows under expert {global_expert(world, rank, expert)} on rank {rank} are not in the order of "
-                    "source rank, then token",
+                    "rows_are_in_order", f"rows {where} are not in the order of source rank, then token"
                 )
 
 
@@ -154,6 +150,10 @@ def global_expert(world: World, rank: int, expert: int) -> int:
 
 def row_of(values: Tensor) -> Row:
     return tuple(values.tolist())
+
+
+def _times(number: int) -> str:
+    return "once" if number == 1 else f"{number} times"
 
 
 def _listed(experts: Sequence[int]) -> str:

@@ -104,7 +104,9 @@ def _returned(world: World, run: Run, expected: Expected) -> list[str]:
     lines = []
     for rank, (seen, given) in enumerate(zip(run.seen, run.inputs, strict=True)):
         if seen.out.shape != given.tokens.shape:
-            lines.append(f"  rank {rank}: shape {list(seen.out.shape)}   <-- should be {list(given.tokens.shape)}")
+            lines.append(
+                f"  rank {rank}: shape {list(seen.out.shape)}   <-- should be {list(given.tokens.shape)}"
+            )
             continue
         parts, wrong = [], []
         for token, got in enumerate(seen.out):
@@ -118,7 +120,9 @@ def _returned(world: World, run: Run, expected: Expected) -> list[str]:
                 if first_wrong(got[None], value[None], world.torch_dtype) is None
             ]
             parts.append(f"t{token} wrong")
-            wrong.append(f"t{token} got what belongs to {owners[0]}" if owners else f"t{token} got what is nobody's")
+            wrong.append(
+                f"t{token} got what belongs to {owners[0]}" if owners else f"t{token} got what is nobody's"
+            )
         line = f"  rank {rank}: {'  '.join(parts) or 'no token'}"
         lines.append(_cut(line + (f"   <-- {'; '.join(wrong)}" if wrong else "")))
     return lines

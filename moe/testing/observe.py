@@ -18,6 +18,7 @@ from isozyme.core.errors import CommunicationError
 from isozyme.moe.testing.adapters import DispatcherFactory, Place, Sent, Style, place_of, send
 from isozyme.moe.testing.inputs import ExpertParameters, Inputs, experts_of
 from isozyme.moe.testing.schedule import schedule_from
+from isozyme.moe.testing.setting import Setting
 from isozyme.moe.testing.violation import Violation
 from isozyme.moe.testing.world import World
 from isozyme.parallel.simulated import Delay, SimulatedWorld, simulate
@@ -108,7 +109,7 @@ def observe(subject: Subject, world: World, *steps: Step) -> list[Run]:
 
 
 def run_ranks(
-    world: World, program: Callable[[SimulatedWorld], Any], *, torch_style: bool
+    world: Setting, program: Callable[[SimulatedWorld], Any], *, torch_style: bool
 ) -> tuple[list[Any], Trace]:
     """Run one program on the ranks of a world as its schedule says; faults become violations."""
     return guarded(
@@ -146,8 +147,7 @@ def _own(experts: ExpertParameters, place: Place, world: World) -> Float[Tensor,
     first = place.ep_rank * place.num_local_experts
     etp_rank = world.topology.index(place.rank, "etp")
     mine = slice(first, first + place.num_local_experts)
-    whole = torch.cat([experts.weight[mine, etp_rank], experts.bias[mine, etp_rank, None]], dim=1)
-    return whole
+    return torch.cat([experts.weight[mine, etp_rank], experts.bias[mine, etp_rank, None]], dim=1)
 
 
 def _one_step(style: Style, dispatcher: Any, place: Place, step: Step, parameters: Tensor) -> Seen:

@@ -50,7 +50,9 @@ def token_gradients_equal_the_dense_loop(world: World, run: Run, expected: Expec
 def weight_gradients_equal_the_dense_loop(world: World, run: Run, expected: Expected) -> None:
     """The gradient of a combine weight; zero for a dropped slot."""
     for rank, seen in enumerate(run.seen):
-        found = difference("the weights of token", rank, seen.weight_grads, expected.weight_grads, world.torch_dtype)
+        found = difference(
+            "the weights of token", rank, seen.weight_grads, expected.weight_grads, world.torch_dtype
+        )
         if found is not None:
             raise Violation("weight_gradients_equal_the_dense_loop", found)
 
@@ -157,8 +159,8 @@ def the_layout_does_not_matter(world: World, run: Run, elsewhere: Run) -> None:
                 )
 
 
-def _present(value: Tensor | None, given: Inputs) -> Sequence[Tensor]:
-    return torch.zeros(len(given.origins), 1) if value is None else value
+def _present(value: Tensor | None, given: Inputs) -> list[Tensor]:
+    return list(torch.zeros(len(given.origins), 1) if value is None else value)
 
 
 def _changed(found: Sequence[Seen], wanted: Sequence[Seen]) -> str | None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import hypothesis
 from hypothesis import HealthCheck, Phase, Verbosity, given, settings
@@ -15,6 +16,7 @@ from hypothesis.strategies import SearchStrategy
 from isozyme.moe.testing.violation import CLAIMS, Violation
 
 
+@runtime_checkable
 class Replayable(Protocol):
     """Something drawn that prints as a line from which it can be made again."""
 
@@ -24,6 +26,8 @@ class Replayable(Protocol):
 
 
 Drawn = TypeVar("Drawn", bound=Replayable)
+LEAST_WORLDS = 12
+"""Worlds that a search judges before it says that it found nothing, however little time it has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +41,10 @@ class Report:
     """Whether the time was over before all examples were judged."""
 
 
+class _OutOfTime(BaseException):
+    """Ends a search; hypothesis lets it pass."""
+
+
 def search(
     drawn: SearchStrategy[Drawn],
     judge: Callable[[Drawn], None],
@@ -47,8 +55,8 @@ def search(
 ) -> Report:
     """Judge worlds until one is refuted, then look for the smallest such world.
 
-    There is no deadline for one world. When the time is over, worlds that are not yet known to fail count as
-    right, so the search ends with the smallest one found so far. At least one world is judged.
+    There is no deadline for one world. When the time is over, the search ends with the smallest world that it
+    has found; if it has found none, it goes on until it has judged a few worlds at least.
 
     Args:
         drawn: the worlds.
@@ -61,21 +69,19 @@ def search(
         Violation: the first in the order of `CLAIMS`, with those of other claims as its `others`; or
             `a_world_repeats` if a world that failed once passed later.
     """
-    began, failing, judged = time.monotonic(), {}, 0
-    late = False
+    began, judged = time.monotonic(), 0
+    failing: list[Violation] = []
 
     def one(world: Drawn) -> None:
-        nonlocal judged, late
-        line = world.line()
-        if judged and time.monotonic() - began > seconds and line not in failing:
-            late = True
-            return
+        nonlocal judged
+        if time.monotonic() - began > seconds and (failing or judged >= LEAST_WORLDS):
+            raise _OutOfTime
         judged += 1
         try:
             judge(world)
         except Violation as violation:
-            violation.replay = line
-            failing[line] = violation.finding
+            violation.replay = world.line()
+            failing.append(violation)
             raise
 
     run = settings(
@@ -89,14 +95,14 @@ def search(
         report_multiple_bugs=True,
         suppress_health_check=list(HealthCheck),
     )(hypothesis.seed(seed)(given(drawn)(one)))
-    found = _violations(run, failing)
+    found, late = _run(run, failing)
     if found:
         found[0].others = found[1:]
         raise found[0]
     return Report(worlds=judged, seconds=time.monotonic() - began, out_of_time=late)
 
 
-def replay(world: Replayable, judge: Callable[[Replayable], None]) -> Report:
+def replay(world: Drawn, judge: Callable[[Drawn], None]) -> Report:
     """Judge this one world."""
     began = time.monotonic()
     try:
@@ -107,28 +113,40 @@ def replay(world: Replayable, judge: Callable[[Replayable], None]) -> Report:
     return Report(worlds=1, seconds=time.monotonic() - began, out_of_time=False)
 
 
-def _violations(run: Callable[[], None], failing: dict[str, str]) -> list[Violation]:
-    """What the run refutes, without hypothesis's frames and notes; one for each claim."""
+def _run(run: Callable[[], None], failing: Sequence[Violation]) -> tuple[list[Violation], bool]:
+    """What the run refutes, one violation for each claim, and whether it ran out of time.
+
+    Hypothesis's frames and notes are taken off.
+    """
     found: Sequence[BaseException] = ()
+    late = False
     try:
-        run()
+        with warnings.catch_warnings():
+            # A checker of annotations that draws samples is no randomness of a world.
+            warnings.filterwarnings("ignore", message="Do not use the `random` module inside strategies")
+            run()
+    except _OutOfTime:
+        found, late = failing, True
     except Violation as violation:
         found = [violation]
     except Flaky:
-        line, finding = next(reversed(failing.items()))
-        found = [
-            Violation("a_world_repeats", f"failed once and passed when it was run again: {finding}", replay=line)
-        ]
+        found = [_unrepeatable(failing[-1])]
     except ExceptionGroup as group:
-        found = group.exceptions
-    kept: dict[str, Violation] = {}
+        found = [_unrepeatable(failing[-1]) if isinstance(e, Flaky) else e for e in group.exceptions]
+    smallest: dict[str, Violation] = {}
     for error in found:
         if not isinstance(error, Violation):
             raise error
         error.__notes__ = []
         error.__context__ = None
-        known = kept.get(error.invariant)
-        if known is None or len(error.replay) < len(known.replay):
-            kept[error.invariant] = error.with_traceback(None)
+        known = smallest.get(error.invariant)
+        if known is None or (len(error.replay), error.replay) < (len(known.replay), known.replay):
+            smallest[error.invariant] = error.with_traceback(None)
     order = list(CLAIMS)
-    return sorted(kept.values(), key=lambda violation: order.index(violation.invariant))
+    return sorted(smallest.values(), key=lambda violation: order.index(violation.invariant)), late
+
+
+def _unrepeatable(violation: Violation) -> Violation:
+    found = Violation("a_world_repeats", f"failed once and passed when it was run again: {violation.finding}")
+    found.replay, found.draw = violation.replay, violation.draw
+    return found

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hypothesis import strategies as st
 
-from isozyme.core.topology import Layout, Topology
+from isozyme.core.topology import Layout
 from isozyme.moe.testing.schedule import ScheduleData
-from isozyme.moe.testing.world import MOST_TOKENS, Memory, Slot, World
+from isozyme.moe.testing.world import Memory, Slot, World
 
-Draw = st.DrawFn
+if TYPE_CHECKING:
+    Draw = st.DrawFn
+else:
+    Draw = Any  # checkers of annotations at run time cannot check that protocol
 Ids = tuple[tuple[int, ...], ...]
+Wish = tuple[int, ...]
+"""A number for each of the most choices that a token may have: a place among the experts that are left."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +34,7 @@ class Promises:
     tokens: int = 5
     """The most tokens of a rank, but for a few large worlds with up to 33."""
     experts_per_rank: int = 3
-    topk: int = 4
+    topk: int = 3
     """The most choices of a token; K = E is shown as well."""
     ragged: bool = True
     """Ranks may hold different numbers of tokens …"""
@@ -55,16 +60,16 @@ class Promises:
     """Every rank makes the same calls. Not so for code that sends messages to chosen ranks only."""
 
 
-def layouts(promises: Promises) -> st.SearchStrategy[Layout]:
-    """Dense and expert factorisations of up to `promises.ranks` ranks; one rank first."""
+def layouts(promises: Promises, ranks: int | None = None) -> st.SearchStrategy[Layout]:
+    """Dense and expert factorisations of `ranks` ranks, or of up to `promises.ranks`; EP over all first."""
     found = []
-    for ranks in range(1, promises.ranks + 1):
-        for ep in range(1, ranks + 1):
-            for etp in range(1, ranks // ep + 1) if promises.etp else (1,):
-                if ranks % (ep * etp) or (ep * etp < ranks and not promises.replicas):
+    for number in range(1, promises.ranks + 1) if ranks is None else (ranks,):
+        for ep in range(number, 0, -1):
+            for etp in range(1, number // ep + 1) if promises.etp else (1,):
+                if number % (ep * etp) or (ep * etp < number and not promises.replicas):
                     continue
-                found.append(Layout(dp=ranks, ep=ep, etp=etp))
-                found += _strided(ranks, ep, etp) if promises.replicas else []
+                found.append(Layout(dp=number, ep=ep, etp=etp))
+                found += _strided(number, ep, etp) if promises.replicas else []
     return st.sampled_from(found)
 
 
@@ -86,72 +91,71 @@ def schedules() -> st.SearchStrategy[ScheduleData]:
 
 
 @st.composite
-def routings(draw: Draw, tokens: Sequence[int], num_experts: int, topk: int, local: int) -> tuple[Ids, ...]:
-    """Experts of every token of every rank: balanced, Zipf, one hot set, half the experts, one rank's, or any.
+def wishes(draw: Draw, promises: Promises) -> list[list[Wish]]:
+    """What the tokens of each rank wish for, before it is known which experts there are.
 
-    Tokens beyond the sixth of a rank repeat the first six, so that large worlds are drawn quickly.
+    Ranks are ragged; in some worlds one rank alone has tokens, in others one has many (repetitions of a few,
+    so that they are drawn quickly).
     """
-    kind = draw(st.sampled_from(["any", "hot", "half", "one rank", "zipf", "balanced"]))
-    first = draw(st.integers(0, num_experts - 1)) if kind not in ("any", "balanced") else 0
-    order = [(first + step) % num_experts for step in range(num_experts)]
-    width = {"hot": topk, "half": (num_experts + 1) // 2, "one rank": local}.get(kind, num_experts)
-    popular = order[: max(width, topk)]
-    found, number = [], 0
-    for count in tokens:
-        pattern: list[tuple[int, ...]] = []
-        for _ in range(min(count, 6)):
-            pattern.append(
-                tuple((number * topk + choice) % num_experts for choice in range(topk))
-                if kind == "balanced"
-                else _chosen(draw, popular, topk, skewed=kind == "zipf")
-            )
-            number += 1
-        found.append(tuple(pattern[token % len(pattern)] for token in range(count)))
-    return tuple(found)
-
-
-def _chosen(draw: Draw, popular: Sequence[int], topk: int, *, skewed: bool) -> tuple[int, ...]:
-    """`topk` distinct experts; skewed, the first ones are by far the most likely."""
-    rest, chosen = list(popular), []
-    for _ in range(topk):
-        last = len(rest) - 1
-        place = draw(st.integers(0, last)) if last else 0
-        if skewed and place:
-            place = min(place, draw(st.integers(0, last)), draw(st.integers(0, last)))
-        chosen.append(rest.pop(place))
-    return tuple(chosen)
+    least = 0 if promises.empty_ranks else 1
+    wish = st.tuples(*[st.integers(0, 23)] * promises.topk)
+    part = st.lists(wish, min_size=least, max_size=promises.tokens)
+    parts = draw(st.lists(part, min_size=1, max_size=promises.ranks))
+    if not promises.ragged:
+        return [of_rank[: min(map(len, parts))] for of_rank in parts]
+    kind = draw(st.sampled_from(["few", "one rank", "few", "one rank", "many"]))
+    chosen = draw(st.integers(0, promises.ranks - 1)) % len(parts) if kind != "few" else -1
+    if kind == "one rank" and promises.empty_ranks:
+        return [of_rank if rank == chosen else [] for rank, of_rank in enumerate(parts)]
+    if kind == "many":
+        parts[chosen] = (parts[chosen] * 33)[: draw(st.sampled_from([17, 33]))]
+    return parts
 
 
 @st.composite
-def token_counts(draw: Draw, ranks: int, promises: Promises) -> tuple[int, ...]:
-    """Tokens of each rank: few, odd, none, or many."""
-    least = 0 if promises.empty_ranks else 1
-    few = st.integers(least, promises.tokens)
-    if not promises.ragged:
-        return (draw(few),) * ranks
-    many = st.sampled_from([n for n in (17, 33) if n <= MOST_TOKENS])
-    large = draw(st.integers(0, 15)) == 15
-    return tuple(draw(st.one_of(few, many) if large else few) for _ in range(ranks))
+def routings(
+    draw: Draw, parts: Sequence[Sequence[Wish]], num_experts: int, topk: int, local: int
+) -> tuple[Ids, ...]:
+    """The experts of every token: any, one hot set, half of them, one rank's, Zipf, or balanced."""
+    kind = draw(st.sampled_from(["any", "hot", "half", "one rank", "zipf", "balanced"]))
+    first = draw(st.integers(0, 23)) % num_experts if kind not in ("any", "balanced") else 0
+    width = {"hot": topk, "half": (num_experts + 1) // 2, "one rank": local}.get(kind, num_experts)
+    popular = [(first + step) % num_experts for step in range(max(width, topk))]
+    found, number = [], 0
+    for part in parts:
+        rows = []
+        for wish in part:
+            if kind == "balanced":
+                rows.append(tuple((number + choice) % num_experts for choice in range(topk)))
+            else:
+                places = [w * w // 24 if kind == "zipf" else w for w in wish[:topk]]
+                rows.append(_granted(places, popular))
+            number += topk
+        found.append(tuple(rows))
+    return tuple(found)
+
+
+def _granted(wish: Sequence[int], popular: Sequence[int]) -> tuple[int, ...]:
+    """Distinct experts, in the order of the wishes."""
+    rest = list(popular)
+    return tuple(rest.pop(place % len(rest)) for place in wish)
 
 
 @st.composite
 def worlds(draw: Draw, promises: Promises | None = None) -> World:
     """Any world that the promises allow."""
     allowed = promises or Promises()
-    layout = draw(layouts(allowed))
-    topology = Topology(layout)
-    ranks, ep = topology.world_size, topology.size("ep")
-    local = draw(st.integers(1, allowed.experts_per_rank))
-    experts = ep * local
-    topk = draw(st.integers(1, min(experts, allowed.topk)))
-    counts = draw(token_counts(ranks, allowed))
-    ids = draw(routings(counts, experts, topk, local))
-    slots = [(r, t, k) for r in range(ranks) for t in range(counts[r]) for k in range(topk)]
+    parts = draw(wishes(allowed))
+    topk, ranks = draw(st.integers(1, allowed.topk)), len(parts)
+    layout = draw(layouts(allowed, ranks))
+    local = max(draw(st.integers(1, allowed.experts_per_rank)), -(-topk // layout.ep))
+    ids = draw(routings(parts, layout.ep * local, topk, local))
+    slots = [(r, t, k) for r in range(ranks) for t in range(len(parts[r])) for k in range(topk)]
     dtype = draw(st.sampled_from(allowed.dtypes))
     memory = draw(st.sampled_from(allowed.memory))
     return World(
         layout=layout,
-        num_experts=experts,
+        num_experts=layout.ep * local,
         topk=topk,
         ids=ids,
         dropped=draw(_some(slots, whole=True)) if allowed.drops else (),
@@ -167,5 +171,6 @@ def _some(slots: Sequence[Slot], *, whole: bool = False) -> st.SearchStrategy[tu
     """No slot, a few, or (`whole`) all of them."""
     if not slots:
         return st.just(())
-    few: Any = st.lists(st.sampled_from(slots), max_size=6, unique=True).map(lambda found: tuple(sorted(found)))
-    return st.one_of(st.just(()), few, *([st.just(tuple(slots))] if whole else []))
+    few: Any = st.lists(st.sampled_from(slots), max_size=6, unique=True)
+    some = few.map(lambda found: tuple(sorted(found)))
+    return st.one_of(st.just(()), some, *([st.just(tuple(slots))] if whole else []))

@@ -6,20 +6,28 @@ tensors that belong to it are in `isozyme.moe.testing.inputs`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch
 
 from isozyme.core.errors import UsageError
 from isozyme.core.topology import DEFAULT_ORDER, Layout, Topology
-from isozyme.moe.testing.schedule import ScheduleData
+from isozyme.moe.testing.schedule import (
+    ScheduleData,
+    numbers_text,
+    read_numbers,
+    read_schedule,
+    schedule_words,
+)
+from isozyme.moe.testing.setting import RememberingTopology
 
 Slot = tuple[int, int, int]
 """(rank, token, choice)"""
 Memory = Literal["contiguous", "transposed", "sliced", "expanded"]
+DTYPES = ("float64", "float32", "float16", "bfloat16")
 MOST_TOKENS = 64
 MOST_RANKS = 64
 
@@ -50,7 +58,7 @@ class World:
     @cached_property
     def topology(self) -> Topology:
         """The rank arithmetic; all runs of a world share it."""
-        return _Remembering(self.layout)
+        return RememberingTopology(self.layout)
 
     @property
     def ranks(self) -> int:
@@ -96,22 +104,14 @@ class World:
         >>> World(layout=Layout(ep=2), num_experts=2, ids=(((0,),), ((1,), (0,)))).line()
         'dp=2 ep=2 experts=2 topk=1 ids=0|1,0'
         """
-        whole = self.layout.resolved()
-        sizes = {axis: getattr(whole, axis) for axis in ("tp", "cp", "dp", "ep", "etp")}
-        parts = [f"{axis}={size}" for axis, size in sizes.items() if size != 1]
-        if whole.order != DEFAULT_ORDER:
-            parts.append(f"order={whole.order}")
+        parts = layout_words(self.layout)
         rows = "|".join(",".join(".".join(map(str, row)) for row in of_rank) for of_rank in self.ids)
         parts += [f"experts={self.num_experts}", f"topk={self.topk}", f"ids={rows}"]
         parts += [f"{name}={_slots_text(slots)}" for name, slots in self._marked().items() if slots]
         parts += [
             f"{name}={getattr(self, name)}" for name in ("hidden", "dtype", "memory") if self._is_set(name)
         ]
-        if self.schedule != ():
-            seeded = isinstance(self.schedule, int)
-            parts.append(f"seed={self.schedule}" if seeded else f"schedule={_numbers_text(self.schedule)}")
-        if self.delay is not None:
-            parts.append(f"delay={_numbers_text(self.delay)}")
+        parts += schedule_words(self.schedule, self.delay)
         return " ".join(parts)
 
     def _marked(self) -> dict[str, tuple[Slot, ...]]:
@@ -119,21 +119,6 @@ class World:
 
     def _is_set(self, name: str) -> bool:
         return bool(getattr(self, name) != World.__dataclass_fields__[name].default)
-
-
-class _Remembering(Topology):
-    """A topology that works out each group once: all ranks of all runs ask for the same ones."""
-
-    def __init__(self, layout: Layout) -> None:
-        super().__init__(layout)
-        self._known: dict[tuple[int, tuple[str, ...]], tuple[int, ...]] = {}
-
-    def group(self, rank: int, axes: str | Iterable[str]) -> tuple[int, ...]:
-        """The ranks, ascending, that differ from `rank` on the named axes only."""
-        names = (axes,) if isinstance(axes, str) else tuple(axes)
-        if (rank, names) not in self._known:
-            self._known[rank, names] = super().group(rank, names)
-        return self._known[rank, names]
 
 
 def parse(line: str) -> World:
@@ -144,34 +129,39 @@ def parse(line: str) -> World:
     """
     try:
         words = dict(word.split("=", 1) for word in line.split())
-        sizes = {axis: int(words.pop(axis)) for axis in ("tp", "cp", "dp", "ep", "etp") if axis in words}
-        layout = Layout(**{"dp": 1, **sizes}, order=words.pop("order", DEFAULT_ORDER))
+        schedule, delay = read_schedule(words)
         found = World(
-            layout=layout, **{name: value for word in words.items() for name, value in [_field(*word)]}
+            layout=read_layout(words),
+            num_experts=int(words["experts"]),
+            topk=int(words["topk"]),
+            ids=tuple(
+                tuple(read_numbers(row) for row in part.split(",") if row) for part in words["ids"].split("|")
+            ),
+            dropped=_read_slots(words.get("dropped", "")),
+            zero=_read_slots(words.get("zero", "")),
+            hidden=int(words.get("hidden", 3)),
+            dtype=words.get("dtype", "float64"),
+            memory=cast(Memory, words.get("memory", "contiguous")),
+            schedule=schedule,
+            delay=delay,
         )
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"a replay line must be one that a violation printed: {line!r}; {error}.") from error
     return checked(found)
 
 
-def _field(name: str, text: str) -> tuple[str, object]:
-    """Name and value of a field of `World` from one word of a line."""
-    readers: dict[str, Callable[[str], object]] = {
-        "experts": int,
-        "topk": int,
-        "hidden": int,
-        "seed": int,
-        "ids": lambda t: tuple(
-            tuple(_numbers(row) for row in part.split(",") if row) for part in t.split("|")
-        ),
-        "dropped": lambda t: tuple(_numbers(slot) for slot in t.split(",")),
-        "zero": lambda t: tuple(_numbers(slot) for slot in t.split(",")),
-        "schedule": _numbers,
-        "delay": _numbers,
-        "dtype": str,
-        "memory": str,
-    }
-    return {"experts": "num_experts", "seed": "schedule"}.get(name, name), readers[name](text)
+def layout_words(layout: Layout) -> list[str]:
+    """The words of a line that say the layout."""
+    whole = layout.resolved()
+    sizes = {axis: getattr(whole, axis) for axis in ("tp", "cp", "dp", "ep", "etp")}
+    words = [f"{axis}={size}" for axis, size in sizes.items() if size != 1]
+    return words if whole.order == DEFAULT_ORDER else [*words, f"order={whole.order}"]
+
+
+def read_layout(words: Mapping[str, str]) -> Layout:
+    """The layout that the words of a line say."""
+    sizes = {axis: int(words[axis]) for axis in ("tp", "cp", "dp", "ep", "etp") if axis in words}
+    return Layout(**{"dp": 1, **sizes}, order=words.get("order", DEFAULT_ORDER))
 
 
 def checked(world: World) -> World:
@@ -188,6 +178,8 @@ def checked(world: World) -> World:
         problems.append(f"a token needs topk={world.topk} distinct experts below {world.num_experts}.")
     if world.memory not in get_args(Memory):
         problems.append(f"memory={world.memory} is none of {', '.join(get_args(Memory))}.")
+    if world.dtype not in DTYPES:
+        problems.append(f"dtype={world.dtype} is none of {', '.join(DTYPES)}.")
     if max(map(len, world.ids)) > MOST_TOKENS or world.ranks > MOST_RANKS:
         problems.append(f"payloads encode up to {MOST_TOKENS} tokens on each of {MOST_RANKS} ranks.")
     if problems:
@@ -209,12 +201,9 @@ def on_one_rank(world: World, ids: Sequence[Sequence[int]], dropped: Sequence[Se
 
 
 def _slots_text(slots: Sequence[Slot]) -> str:
-    return ",".join(".".join(map(str, slot)) for slot in slots)
+    return ",".join(numbers_text(slot) for slot in slots)
 
 
-def _numbers_text(numbers: Sequence[int]) -> str:
-    return ".".join(map(str, numbers))
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in text.split("."))
+def _read_slots(text: str) -> tuple[Slot, ...]:
+    slots = [read_numbers(part) for part in text.split(",") if part]
+    return tuple((rank, token, choice) for rank, token, choice in slots)

@@ -1,4 +1,4 @@
-"""Dispatchers, permutations and routers that are wrong in one place each, and a right one that they derive from.
+"""Dispatchers, routers and layers that are wrong in one place each, and a right one to derive from.
 
 The right one is written as users write theirs: plain tensors and torch.distributed, nothing of isozyme.
 """
@@ -31,7 +31,7 @@ class Exchange(torch.autograd.Function):
 
 
 class Right:
-    """Sort slots by expert, exchange counts, rows and weights, sort what arrives by local expert; and back."""
+    """Sort slots by expert, exchange counts, rows and weights, group what arrives; and back."""
 
     def __init__(self, place: Place) -> None:
         self.group, self.experts, self.local = place.group, place.num_experts, place.num_local_experts
@@ -189,7 +189,9 @@ class Renormalises(Right):
     """Divides the weights by their sum, which is the router's business."""
 
     def dispatch(self, tokens: Tensor, topk_ids: Tensor, topk_probs: Tensor) -> Any:
-        return super().dispatch(tokens, topk_ids, topk_probs / topk_probs.sum(1, keepdim=True).clamp_min(1e-9))
+        return super().dispatch(
+            tokens, topk_ids, topk_probs / topk_probs.sum(1, keepdim=True).clamp_min(1e-9)
+        )
 
 
 class WideOutput(Right):
@@ -200,18 +202,19 @@ class WideOutput(Right):
 
 
 class KeepsTheFirst(Right):
-    """Carries the first handle into all later steps."""
+    """Carries the weights of its first step into all later ones."""
 
     first: Any = None
 
     def dispatch(self, tokens: Tensor, topk_ids: Tensor, topk_probs: Tensor) -> Any:
-        rows, counts, probs, handle = super().dispatch(tokens, topk_ids, topk_probs)
-        self.first = self.first if self.first is not None else probs.detach()
-        return rows, counts, probs * 0 + self.first, handle
+        if self.first is None or not topk_probs.requires_grad:
+            self.first = topk_probs.detach().clone()
+            return super().dispatch(tokens, topk_ids, topk_probs)
+        return super().dispatch(tokens, topk_ids, topk_probs * 0 + self.first)
 
 
 def who_comes_first() -> type[Right]:
-    """A dispatcher whose ranks write to one list that they share, as code does that knows one process only."""
+    """A dispatcher whose ranks share one list, as code does that knows one process only."""
     arrived: list[int] = []
 
     class InOrderOfArrival(Right):
@@ -255,3 +258,113 @@ class NoisyFiller(Right):
 
     def combine(self, rows: Tensor, handle: Any) -> Tensor:
         return super().combine(rows[: handle[-1]], handle[:-1])
+
+
+class QuietFiller(NoisyFiller):
+    """Appends a row of zeros with weight 0, and does not read it: right, where filler is promised."""
+
+    def dispatch(self, tokens: Tensor, topk_ids: Tensor, topk_probs: Tensor) -> Any:
+        rows, counts, probs, handle = super().dispatch(tokens, topk_ids, topk_probs)
+        return rows, counts, torch.cat([probs[:-1], probs.new_zeros(1)]), handle
+
+
+class ReadsTheFiller(QuietFiller):
+    """Adds what the experts made of the filler, times zero, to the result."""
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        return super().combine(rows, handle) + rows[-1] * 0
+
+
+class _Sliced(torch.autograd.Function):
+    """Identity; in the backward every rank keeps its own gradient and forgets the others' share."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, keep: int) -> Tensor:
+        ctx.keep = keep
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        grad = grads[0].clone()
+        grad[ctx.keep :] = 0
+        return grad, None
+
+
+class SlicesInBackward(Right):
+    """Where all ranks' gradients should be added up, one rank's slice is taken instead."""
+
+    def exchange(self, x: Tensor, into: list[int], out: list[int]) -> Tensor:
+        return super().exchange(_Sliced.apply(x, into[0]) if x.dim() == 2 else x, into, out)
+
+
+class _Averaged(torch.autograd.Function):
+    """Identity; the backward divides."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, by: int) -> Tensor:
+        ctx.by = by
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] / ctx.by, None
+
+
+class _Multiplied(_Averaged):
+    """Identity; the backward multiplies."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] * ctx.by, None
+
+
+class AveragesExperts(Right):
+    """The experts' gradients are divided by the ranks; those of tokens and weights are not."""
+
+    def dispatch(self, tokens: Tensor, topk_ids: Tensor, topk_probs: Tensor) -> Any:
+        rows, counts, probs, handle = super().dispatch(tokens, topk_ids, topk_probs)
+        times = self.ranks
+        return _Multiplied.apply(rows, times), counts, _Multiplied.apply(probs, times), handle
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        return super().combine(_Averaged.apply(rows, self.ranks), handle)
+
+
+class CountsOneTooMany(Right):
+    """The counts sum to one row more than there is."""
+
+    def dispatch(self, tokens: Tensor, topk_ids: Tensor, topk_probs: Tensor) -> Any:
+        rows, counts, probs, handle = super().dispatch(tokens, topk_ids, topk_probs)
+        return rows, counts + (torch.arange(self.local) == 0), probs, handle
+
+
+class Raises(Right):
+    """Divides by the number of tokens."""
+
+    def dispatch(self, tokens: Tensor, topk_ids: Tensor, topk_probs: Tensor) -> Any:
+        _ = 1 // len(tokens)
+        return super().dispatch(tokens, topk_ids, topk_probs)
+
+
+class TwoFaults(ForeignWeights):
+    """Wrong weights; and without tokens, the wrong dtype."""
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        out = super().combine(rows, handle)
+        return out.double() if out.numel() == 0 else out
+
+
+def fails_every_third_run() -> type[Right]:
+    """A class that counts its objects, over all runs."""
+    built: list[int] = []
+
+    class Counting(Right):
+        def __init__(self, place: Place) -> None:
+            super().__init__(place)
+            built.append(place.rank)
+            self.bad = len(built) % 7 == 6
+
+        def combine(self, rows: Tensor, handle: Any) -> Tensor:
+            return super().combine(rows, handle) + (1.0 if self.bad else 0.0)
+
+    return Counting
