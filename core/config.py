@@ -22,6 +22,7 @@ Precision = Literal[
 ExpertBackend = Literal[
     "auto", "loop", "grouped_mm", "grouped_mm_fused", "te", "te_fused", "te_ops", "mxfp8_emulated"
 ]
+Recompute = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +148,9 @@ class ModelConfig:
     init_std: float = 0.02
     """Standard deviation of the weights; output projections are scaled by 1/sqrt(2 * num_layers)."""
     embedding_std: float = 1.0
+    recompute: Recompute = "none"
+    """What backward computes a second time instead of keeping: nothing; the attention core and the experts'
+    activation (`selective`); or each whole layer but its input and its routing (`full`)."""
 
     @property
     def head_width(self) -> int:
@@ -247,6 +251,10 @@ class OptimConfig:
     clip: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
     implementation: Literal["auto", "te", "apex", "torch"] = "auto"
+    sharded: bool = False
+    """Whether masters and moments are dealt out over the replicas of each weight (ZeRO-1)."""
+    overlap_reduce: bool = False
+    """Whether a layer's gradients are summed over ranks while backward goes on with the layers before it."""
 
     def problems(self, where: str = "optim") -> list[str]:
         """Every broken rule in words."""
@@ -372,6 +380,12 @@ class RunConfig:
                 num_heads=self.model.num_heads,
                 num_kv_heads=self.model.num_kv_heads,
             )
+        )
+        rules.check(
+            self.model.recompute != "full" or self.precision != "fp8_delayed",
+            "a layer cannot be computed twice with delayed scaling, whose history would note every maximum "
+            f"twice: model.recompute={self.model.recompute}, precision={self.precision}. "
+            "Use recompute=selective, or precision=fp8_current.",
         )
         rules.check(
             self.model.moe.dispatcher != "local" or ep == 1,

@@ -34,7 +34,7 @@ FIXED = (
     "train.global_batch",
 )
 """Settings (and sections) that a resumed run must share with the one that it goes on with."""
-FREE = ("model.moe.dispatcher", "model.moe.experts", "model.moe.pad_to_capacity")
+FREE = ("model.moe.dispatcher", "model.moe.experts", "model.moe.pad_to_capacity", "model.recompute")
 """Settings within these that change how a result is computed, and not the result."""
 
 

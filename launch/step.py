@@ -247,6 +247,7 @@ class TrainStep:
     ) -> Sums:
         """Forward and backward of every micro-batch into a fresh gradient buffer, not reduced yet."""
         self.buffer.zero()
+        self.buffer.expect(len(batches))
         return run_microbatches(self.stage, batches, totals, overrides, keep_routings=keep_routings)
 
     def _global_sums(self, sums: Sums) -> tuple[list[float], Tensor, Tensor]:

@@ -29,11 +29,10 @@ from isozyme.launch.requirements import Choice
 from isozyme.launch.resume import Checkpoints
 from isozyme.launch.step import StepResult, TrainStep, step_totals
 from isozyme.launch.stop import StopRequest, stop_on_signals
+from isozyme.launch.training_state import training_state
 from isozyme.models.stage import Stage
 from isozyme.models.types import ModelFactory
-from isozyme.parallel.grad_buffer import GradientBuffer
 from isozyme.parallel.lr_schedule import learning_rate
-from isozyme.parallel.optimizer import Optimizer
 from isozyme.parallel.process_groups import ProcessGroups
 from isozyme.parallel.weights import save_weights
 
@@ -96,8 +95,7 @@ def train_rank(run: Run, factory: ModelFactory) -> Callable[[], None]:
     config = run.config
     torch.manual_seed(config.seed)
     model = Stage.build(factory, config, run.groups, run.device, run.choice.dtype)
-    buffer = GradientBuffer(model.parameters(), run.groups)
-    optimizer = Optimizer(buffer, config.optim)
+    buffer, optimizer = training_state(model, run.groups, config.optim)
     checkpoints = Checkpoints(run.folder, config, run.data.genome.sha256, model, optimizer, run.groups)
     start, messages = checkpoints.resume()
     step = TrainStep(

@@ -21,6 +21,7 @@ from isozyme.core.context import ContextOrder
 from isozyme.models.types import ModelOutput
 from isozyme.moe.types import Routing
 from isozyme.parallel.context_layout import ContextLayout
+from isozyme.parallel.overlap import Unit
 from isozyme.parallel.process_groups import ProcessGroups
 
 Key = tuple[int, int]
@@ -96,6 +97,11 @@ class Recorder(nn.Module):
                 if callable(getattr(module, "routing_flips", None)):
                     module.register_forward_pre_hook(self._observe, with_kwargs=True)
                     self.observed = True
+
+    @property
+    def backward_units(self) -> tuple[Unit, ...] | None:
+        """Those of the model, if it has any."""
+        return getattr(self.model, "backward_units", None)
 
     def begin(self, windows: Sequence[Sequence[int]]) -> None:
         """Say which windows the coming calls hold, call by call."""

@@ -13,6 +13,7 @@ from isozyme.core.config import RunConfig
 from isozyme.core.genome.windows import totals_of
 from isozyme.core.topology import Layout, Topology
 from isozyme.launch.step import StepResult, TrainStep, Updates, step_totals
+from isozyme.launch.training_state import gradient_buffer
 from isozyme.launch.verify_compare import Kind, Piece, RankValues
 from isozyme.launch.verify_faults import Fault
 from isozyme.launch.verify_reduced import Windows, skew_
@@ -20,9 +21,9 @@ from isozyme.launch.verify_routing import Flip, Key, Recorder, WindowRouting
 from isozyme.models.stage import Stage, chunks_of, expert_layers
 from isozyme.models.types import Chunk, ModelFactory
 from isozyme.parallel.grad_buffer import GradientBuffer
-from isozyme.parallel.optimizer import Optimizer
 from isozyme.parallel.process_groups import ProcessGroups, World
 from isozyme.parallel.shard_spec import ShardSpec, named_shards
+from isozyme.parallel.sharded_optimizer import make_optimizer
 from isozyme.parallel.simulated import simulate
 
 STEPS = 3
@@ -38,6 +39,8 @@ class Setting:
     dtype: torch.dtype
     dispatcher: str
     experts: str
+    plain: bool = False
+    """Whether nothing is sharded, overlapped or recomputed, whatever the run says."""
 
     @property
     def exact(self) -> bool:
@@ -49,6 +52,9 @@ class Setting:
         parts: dict[str, Any] = {"dispatcher": self.dispatcher, "experts": self.experts}
         if self.dispatcher == "local":
             parts["pad_to_capacity"] = False
+        if self.plain:
+            optim = replace(config.optim, sharded=False, overlap_reduce=False)
+            config = replace(config, optim=optim, model=replace(config.model, recompute="none"))
         return replace(
             config,
             layout=self.layout,
@@ -63,7 +69,7 @@ class Setting:
 
 def reference_setting(dtype: torch.dtype) -> Setting:
     """One rank, nobody to talk to, one expert after the other."""
-    return Setting(layout=Layout(dp=1), dtype=dtype, dispatcher="local", experts="loop")
+    return Setting(layout=Layout(dp=1), dtype=dtype, dispatcher="local", experts="loop", plain=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,8 +168,10 @@ class _Rank:
             for chunk in held
         ]
         self.model = Stage(self.recorders, groups, config=config, dtype=setting.dtype, device=CPU)
-        self.buffer = GradientBuffer(self.model.parameters(), groups)
-        optimizer: Updates = Optimizer(self.buffer, config.optim) if setting.exact else PlainSGD(self.buffer)
+        self.buffer = gradient_buffer(self.model, groups, config.optim)
+        optimizer: Updates = (
+            make_optimizer(self.buffer, config.optim) if setting.exact else PlainSGD(self.buffer)
+        )
         self.step = TrainStep(
             self.model,
             self.buffer,
@@ -219,6 +227,7 @@ class _Rank:
         return result
 
     def _keep_gradients(self, number: int) -> None:
+        self.buffer.gather()
         if number == 0 or self.setting.exact:
             segments = self.buffer.segments
             self._keep("gradient", number, ((s.parameter.main_grad, s.spec) for s in segments))  # type: ignore[attr-defined]

@@ -24,6 +24,7 @@ from isozyme.moe.types import MoEOutput, Routing
 from isozyme.parallel.context import plan_context
 from isozyme.parallel.context_layout import ContextLayout
 from isozyme.parallel.context_plan import ContextPlan
+from isozyme.parallel.overlap import Unit
 from isozyme.parallel.process_groups import ProcessGroups
 from isozyme.parallel.tensor import from_sequence, gather_tokens, sequence_part
 
@@ -105,6 +106,19 @@ class Decoder(nn.Module):
             if block.moe is not None
             for part, choice in block.moe.choices.items()
         }
+
+    @property
+    def backward_units(self) -> tuple[Unit, ...]:
+        """The layers, and what follows the last, in the order in which backward leaves them.
+
+        The embedding is in none, nor is a head that shares its weight: only the end of backward completes it.
+        """
+        found = [Unit(entry=block, parameters=tuple(block.parameters())) for _, block in self._blocks()]
+        if self.final_norm is not None and self.head is not None:
+            shared = set() if self.embedding is None else set(self.embedding.parameters())
+            own = (p for part in (self.final_norm, self.head) for p in part.parameters())
+            found.append(Unit(entry=self.final_norm, parameters=tuple(p for p in own if p not in shared)))
+        return tuple(reversed(found))
 
     def forward(
         self,

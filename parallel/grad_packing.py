@@ -52,7 +52,8 @@ def pack(
     """Allocate zeroed flat groups for all parameters that require a gradient, and cut them into buckets.
 
     Groups are ordered by replicas, grid, dtypes and device; within a group parameters keep the order given,
-    unit by unit, except that views of one storage are placed together, in the order of their offset.
+    except that views of one storage are placed together, in the order of their offset. Units move nothing:
+    they only cut.
 
     Args:
         parameters: each with a spec.
@@ -163,14 +164,13 @@ def _pack_group(
 
 
 def _runs(members: list[_Member]) -> list[list[_Member]]:
-    """The parameters of each storage together, unit by unit, those without a unit last."""
+    """The parameters of each storage together, as far as they are of one unit, in the order given."""
     runs: dict[tuple[int, int | None], list[_Member]] = {}
     for member in members:
         # An empty storage has the address 0, and so says nothing about who shares it.
         address = member.parameter.untyped_storage().data_ptr()
         runs.setdefault((address if address else -1 - member.order, member.unit), []).append(member)
-    ordered = [sorted(run, key=lambda member: member.parameter.storage_offset()) for run in runs.values()]
-    return sorted(ordered, key=lambda run: math.inf if run[0].unit is None else run[0].unit)
+    return [sorted(run, key=lambda member: member.parameter.storage_offset()) for run in runs.values()]
 
 
 @dataclass(frozen=True, kw_only=True)

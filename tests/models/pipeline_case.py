@@ -22,10 +22,9 @@ from isozyme.core.pipeline import PipelineConfig
 from isozyme.core.topology import Layout, Topology
 from isozyme.launch.evaluate import evaluate
 from isozyme.launch.step import StepResult, TrainStep, step_totals
+from isozyme.launch.training_state import training_state
 from isozyme.models.decoder import build_model
 from isozyme.models.stage import Stage
-from isozyme.parallel.grad_buffer import GradientBuffer
-from isozyme.parallel.optimizer import Optimizer
 from isozyme.parallel.process_groups import ProcessGroups, SingleWorld, World
 from isozyme.parallel.shard_spec import named_shards
 from tests.models.common import CPU, random_batch, tiny
@@ -77,11 +76,11 @@ def train(config: RunConfig, world: World, change: Change | None = None, device:
     stage = Stage.build(build_model, config, groups, device, torch.float64)
     if change is not None:
         stage.chunks = nn.ModuleList([change(chunk, groups) for chunk in stage.chunks])
-    buffer = GradientBuffer(stage.parameters(), groups)
+    buffer, optimizer = training_state(stage, groups, config.optim)
     step = TrainStep(
         stage,
         buffer,
-        Optimizer(buffer, config.optim),
+        optimizer,
         groups,
         clip=config.optim.clip,
         expert_bias_rate=config.model.moe.router.expert_bias_rate,
@@ -93,6 +92,7 @@ def train(config: RunConfig, world: World, change: Change | None = None, device:
         found: dict[str, Tensor] = {}
 
         def keep(found: dict[str, Tensor] = found) -> None:
+            buffer.gather()
             for segment in buffer.segments:
                 found[segment.spec.name] = segment.parameter.main_grad.cpu().clone()  # type: ignore[attr-defined]
 

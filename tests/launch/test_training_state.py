@@ -1,0 +1,107 @@
+"""Sharding and overlap, as a run asks for them, change neither losses nor gradients nor weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from isozyme.core.config import OptimConfig
+from isozyme.core.errors import ConfigError
+from isozyme.core.genome.windows import totals_of
+from isozyme.core.topology import Layout, Topology
+from isozyme.launch.step import TrainStep, step_totals
+from isozyme.launch.training_state import training_state
+from isozyme.models.decoder import build_model
+from isozyme.models.stage import Stage
+from isozyme.parallel.optimizer import Optimizer
+from isozyme.parallel.process_groups import ProcessGroups, SingleWorld
+from isozyme.parallel.sharded_optimizer import ShardedOptimizer
+from isozyme.parallel.simulated import simulate
+from tests.models.pipeline_case import CPU, Seen, run_config, train, window
+
+
+def seen(layout: Layout, *, tied: bool, optim: dict[str, bool], **pipeline) -> list[Seen]:
+    config = run_config(tied=tied, layout=layout, **pipeline)
+    config = replace(config, optim=replace(config.optim, **optim))
+    return simulate(Topology(layout).world_size, lambda world: train(config, world))
+
+
+def assert_close(found: list[Seen], want: list[Seen], tolerance: float) -> None:
+    for one, other in zip(found, want, strict=True):
+        for name, weight in other.weights.items():
+            torch.testing.assert_close(one.weights[name], weight, rtol=tolerance, atol=tolerance)
+        for step, gradients in enumerate(other.gradients):
+            for name, gradient in gradients.items():
+                torch.testing.assert_close(
+                    one.gradients[step][name], gradient, rtol=tolerance, atol=tolerance
+                )
+        for result, expected in zip(one.results, other.results, strict=True):
+            assert result.loss == pytest.approx(expected.loss, rel=tolerance, abs=0)
+            assert result.grad_norm == pytest.approx(expected.grad_norm, rel=max(tolerance, 1e-13), abs=0)
+
+
+LAYOUTS = [
+    (Layout(dp=1), {}),
+    (Layout(dp=4, ep=2), {}),
+    (Layout(tp=2, dp=2, ep=4), {}),
+    (Layout(dp=2, pp=2, ep=2), {"chunks": 2, "schedule": "interleaved"}),
+]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("layout", "pipeline"), LAYOUTS)
+def test_overlap_changes_no_bit_and_sharding_only_the_rounding_of_the_norm(layout, pipeline, tied):
+    plain = seen(layout, tied=tied, optim={}, **pipeline)
+    overlapped = seen(layout, tied=tied, optim={"overlap_reduce": True}, **pipeline)
+    assert_close(overlapped, plain, 0.0)
+    sharded = seen(layout, tied=tied, optim={"sharded": True}, **pipeline)
+    assert_close(sharded, plain, 1e-12)
+    both = seen(layout, tied=tied, optim={"sharded": True, "overlap_reduce": True}, **pipeline)
+    assert_close(both, sharded, 0.0)
+
+
+def test_the_settings_decide_which_optimiser_and_which_buffer():
+    config = run_config()
+    groups = ProcessGroups(Topology(Layout()), SingleWorld())
+    stage = Stage.build(build_model, config, groups, CPU, torch.float64)
+    buffer, optimizer = training_state(stage, groups, OptimConfig())
+    assert type(optimizer) is Optimizer
+    assert {bucket.unit for bucket in buffer.buckets} == {None}
+    buffer.close()
+    buffer, optimizer = training_state(stage, groups, OptimConfig(sharded=True))
+    assert type(optimizer) is ShardedOptimizer
+    # Five layers, what follows them, and the rest.
+    assert {bucket.unit for bucket in buffer.buckets} == {0, 1, 2, 3, 4, 5, None}
+    rest = [s.spec.name for bucket in buffer.buckets if bucket.unit is None for s in bucket.segments]
+    assert rest == ["embedding.weight"]
+
+
+def test_all_layers_are_under_way_when_the_last_backward_ends():
+    config = run_config()
+    groups = ProcessGroups(Topology(Layout()), SingleWorld())
+    stage = Stage.build(build_model, config, groups, CPU, torch.float64)
+    buffer, optimizer = training_state(stage, groups, OptimConfig(overlap_reduce=True))
+    batches = [window(index) for index in range(3)]
+    totals = step_totals(totals_of(batches), groups, CPU)
+    TrainStep(stage, buffer, optimizer, groups).accumulate(batches, totals)
+    waiting = buffer.buckets[len(buffer._pending) :]
+    assert [segment.spec.name for bucket in waiting for segment in bucket.segments] == ["embedding.weight"]
+
+
+def test_a_tied_head_waits_for_the_embedding():
+    config = run_config(tied=True)
+    groups = ProcessGroups(Topology(Layout()), SingleWorld())
+    stage = Stage.build(build_model, config, groups, CPU, torch.float64)
+    buffer, _ = training_state(stage, groups, OptimConfig(overlap_reduce=True))
+    unit = {segment.spec.name: bucket.unit for bucket in buffer.buckets for segment in bucket.segments}
+    assert (unit["final_norm.weight"], unit["embedding.weight"]) == (0, None)
+
+
+def test_overlap_refuses_a_model_that_does_not_say_what_its_layers_are():
+    groups = ProcessGroups(Topology(Layout()), SingleWorld())
+    with pytest.raises(ConfigError, match=r"overlap_reduce=true, and Sequential has no backward_units"):
+        training_state(nn.Sequential(), groups, OptimConfig(overlap_reduce=True))
+    training_state(nn.Sequential(), groups, OptimConfig(sharded=True))
