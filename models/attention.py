@@ -21,6 +21,7 @@ from isozyme.models.linear import ColumnLinear, RowLinear, together
 from isozyme.models.rotary import Rotation, rotate, rotation_at
 from isozyme.parallel.context import METHODS
 from isozyme.parallel.context_plan import ContextPlan
+from isozyme.parallel.recompute import recompute
 from isozyme.parallel.tensor import from_sequence, to_sequence
 
 
@@ -113,6 +114,7 @@ class Attention(nn.Module):
     def __init__(self, builder: Builder, name: str, config: ModelConfig, *, output_std: float) -> None:
         super().__init__()
         self.head_width = config.head_width
+        self.recompute = config.recompute == "selective"
         hidden, std = config.hidden, config.init_std
         query, key = config.num_heads * self.head_width, config.num_kv_heads * self.head_width
         self.tp, kv_heads = builder.tp, config.num_kv_heads
@@ -132,5 +134,9 @@ class Attention(nn.Module):
             rearrange(to_sequence(rows, self.tp), "b s (n d) -> b s n d", d=self.head_width)
             for rows in together(x, self.q, self.k, self.v)
         )
-        mixed = context.mix(rotate(q, context.rotation), rotate(k, context.rotation), v)
+
+        def core(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor]:
+            return (context.mix(rotate(q, context.rotation), rotate(k, context.rotation), v),)
+
+        (mixed,) = recompute(core, (q, k, v)) if self.recompute else core(q, k, v)
         return self.output(from_sequence(rearrange(mixed, "b s n d -> b s (n d)"), self.tp))

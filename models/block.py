@@ -12,6 +12,7 @@ from isozyme.models.attention import Attention, Context
 from isozyme.models.builder import Builder
 from isozyme.models.mlp import MLP
 from isozyme.models.norm import RMSNorm
+from isozyme.models.recompute import recomputed_layer
 from isozyme.moe.layer import MoELayer
 from isozyme.moe.types import MoEOutput, Routing
 
@@ -51,7 +52,9 @@ class Block(nn.Module):
                 precision=builder.precision,
                 device=builder.device,
                 dtype=builder.dtype,
+                recompute_activation=config.recompute == "selective",
             )
+        self.recompute = config.recompute == "full"
 
     def forward(
         self,
@@ -71,6 +74,22 @@ class Block(nn.Module):
             routing_override: expert choices to replay, for a mixture-of-experts layer.
             places: where in its whole window each token stands, if context-parallel ranks share the windows.
         """
+
+        def run(x: Tensor, override: Routing | None) -> tuple[Float[Tensor, "B P H"], MoEOutput | None]:
+            return self._run(x, context, token_valid, override, places)
+
+        if self.recompute:
+            return recomputed_layer(run, x, routing_override, tuple(self.parameters()))
+        return run(x, routing_override)
+
+    def _run(
+        self,
+        x: Float[Tensor, "B P H"],
+        context: Context,
+        token_valid: Bool[Tensor, "B P"],
+        routing_override: Routing | None,
+        places: Int[Tensor, "B P"] | None,
+    ) -> tuple[Float[Tensor, "B P H"], MoEOutput | None]:
         x = x + self.attention(self.attention_norm(x), context)
         normed = self.mlp_norm(x)
         if self.moe is None:

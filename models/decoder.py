@@ -20,7 +20,7 @@ from isozyme.models.embedding import Embedding, Head
 from isozyme.models.loss import cross_entropy_sum
 from isozyme.models.norm import RMSNorm
 from isozyme.models.types import Chunk, ModelOutput
-from isozyme.moe.types import MoEOutput, Routing
+from isozyme.moe.types import RouterStats, Routing
 from isozyme.parallel.context import plan_context
 from isozyme.parallel.context_layout import ContextLayout
 from isozyme.parallel.context_plan import ContextPlan
@@ -143,7 +143,7 @@ class Decoder(nn.Module):
             ConfigError: if `hidden` is missing or superfluous, or the overrides do not match the layers.
         """
         batch, plan = self._share(batch)
-        hidden, outputs = self._run_layers(batch, plan, hidden, routing_override)
+        hidden, reports = self._run_layers(batch, plan, hidden, routing_override)
         loss_sum = None
         if self.head is not None:
             loss_sum = cross_entropy_sum(
@@ -156,8 +156,8 @@ class Decoder(nn.Module):
         return ModelOutput(
             hidden=hidden if self.head is None else None,
             loss_sum=loss_sum,
-            stats=tuple(output.stats for output in outputs),
-            routings=tuple(output.routing for output in outputs),
+            stats=tuple(stats for stats, _ in reports),
+            routings=tuple(routing for _, routing in reports),
         )
 
     def logits(self, batch: Batch, hidden: Float[Tensor, "B P H"] | None = None) -> Float[Tensor, "B S V"]:
@@ -190,8 +190,8 @@ class Decoder(nn.Module):
         plan: ContextPlan | None,
         hidden: Tensor | None,
         routing_override: Sequence[Routing] | None,
-    ) -> tuple[Tensor, list[MoEOutput]]:
-        """Embedding, layers and final norm, as far as the chunk has them."""
+    ) -> tuple[Tensor, list[tuple[RouterStats, Routing]]]:
+        """Embedding, layers and final norm, as far as the chunk has them; and what expert layers report."""
         x = self._input(batch, hidden)
         context = Context.of(batch, self.config, x.dtype, plan)
         overrides = self._overrides(routing_override)
@@ -200,13 +200,13 @@ class Decoder(nn.Module):
         if plan is not None:
             own = plan.layout.places(plan.comm.rank, batch.tokens.device)
             places = sequence_part(own.expand(batch.num_windows, -1), self.tp)
-        outputs: list[MoEOutput] = []
+        reports: list[tuple[RouterStats, Routing]] = []
         for _, block in self._blocks():
             override = next(overrides) if block.moe is not None else None
             x, output = block(x, context, token_valid, override, places)
             if output is not None:
-                outputs.append(output)
-        return x if self.final_norm is None else self.final_norm(x), outputs
+                reports.append((output.stats, output.routing))
+        return x if self.final_norm is None else self.final_norm(x), reports
 
     def _blocks(self) -> Iterator[tuple[str, Block]]:
         for index, block in self.layers.items():

@@ -37,6 +37,8 @@ class MoELayer(nn.Module):
         precision: precision of the experts' GEMMs; that of `dtype` if None.
         device: where the weights are.
         dtype: their type.
+        recompute_activation: make the experts' activations a second time in backward, instead of keeping
+            them (backends with a kernel of their own for it keep none, or decide for themselves).
 
     Attributes:
         choices: what `auto` chose and why, by part.
@@ -59,6 +61,7 @@ class MoELayer(nn.Module):
         precision: Precision | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        recompute_activation: bool = False,
     ) -> None:
         super().__init__()
         _check(config, name)
@@ -88,6 +91,7 @@ class MoELayer(nn.Module):
             precision=precision,
             device=device,
             dtype=dtype,
+            recompute=recompute_activation,
         )
         self.shared_expert: SharedExpert | None = None
         if config.shared_ffn:
@@ -101,6 +105,7 @@ class MoELayer(nn.Module):
                 output_std=output_std,
                 device=device,
                 dtype=dtype,
+                recompute=recompute_activation,
             )
 
     @property

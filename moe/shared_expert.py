@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from isozyme.core.initialisation import Init
-from isozyme.moe.experts.loop import weighted_swiglu
+from isozyme.moe.experts.activation import through_swiglu
 from isozyme.parallel.parameters import create_parameter
 from isozyme.parallel.process_groups import ProcessGroups
 from isozyme.parallel.shard_spec import Replica, ShardSpec
@@ -49,9 +49,10 @@ class SharedExpert(nn.Module):
         output_std: float,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        recompute: bool = False,
     ) -> None:
         super().__init__()
-        self.tp = groups["tp"]
+        self.tp, self.recompute = groups["tp"], recompute
         replicas: dict[str, Replica] = {"cp": "partial", "dp": "partial"}
         gate_up = ShardSpec(
             name=f"{name}.gate_up",
@@ -76,4 +77,10 @@ class SharedExpert(nn.Module):
         """The network's result for this rank's tokens; TP ranks hold equally many, and call it together."""
         weight = rearrange(self.gate_up, "two f h -> (two f) h")
         (wide,) = column_parallel_linear(tokens, (weight,), self.tp)
-        return row_parallel_linear(weighted_swiglu(wide, None, tokens.dtype), self.down, self.tp)
+        return through_swiglu(
+            wide,
+            None,
+            tokens.dtype,
+            lambda middle: row_parallel_linear(middle, self.down, self.tp),
+            again=self.recompute,
+        )

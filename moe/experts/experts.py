@@ -26,6 +26,7 @@ class Experts(nn.Module):
     Args:
         backend: name of a backend of `isozyme.moe.experts.registry`, or `auto`.
         precision: precision of the GEMMs; that of `dtype` if None.
+        recompute: make the activation a second time in backward, if the backend would keep it.
 
     The other arguments are those of `ExpertWeights`.
 
@@ -49,6 +50,7 @@ class Experts(nn.Module):
         precision: Precision | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        recompute: bool = False,
     ) -> None:
         super().__init__()
         self.weights = ExpertWeights(
@@ -63,7 +65,7 @@ class Experts(nn.Module):
             device=device,
             dtype=dtype,
         )
-        self._asked, self._precision = backend, precision
+        self._asked, self._precision, self._recompute = backend, precision, recompute
         self._choose()
 
     def _choose(self) -> None:
@@ -75,6 +77,7 @@ class Experts(nn.Module):
             hidden=down.shape[0],
             ffn=down.shape[1],
             precision=self._precision,
+            recompute=self._recompute,
         )
         backend, self.choice = choose_backend(self._asked, setting)
         self._function = backend.build(setting, self.weights)

@@ -14,7 +14,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from isozyme.moe.experts.loop import fill_rows, weighted_swiglu
+from isozyme.moe.experts.activation import through_swiglu, weighted_swiglu
+from isozyme.moe.experts.loop import fill_rows
 from isozyme.moe.types import Dispatched
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -64,14 +65,25 @@ def grouped_mm_experts(
     gate_up: Float[Tensor, "E_local F2 H"],
     down: Float[Tensor, "E_local H F"],
     dispatched: Dispatched,
+    *,
+    recompute: bool = False,
 ) -> Float[Tensor, "R H"]:
-    """Two grouped GEMMs with the weighted SwiGLU between them; see `ExpertFunction`."""
+    """Two grouped GEMMs with the weighted SwiGLU between them; see `ExpertFunction`.
+
+    With `recompute` the activation is made a second time in backward, instead of being kept.
+    """
     real = dispatched.num_rows
     if real == 0:
         return fill_rows(_no_rows(rows[:0], probs[:0], gate_up, down), rows.shape[0])
     offsets = row_offsets(dispatched.tokens_per_expert, real)
-    middle = weighted_swiglu(grouped_linear(rows[:real], gate_up, offsets), probs[:real], rows.dtype)
-    return fill_rows(grouped_linear(middle, down, offsets), rows.shape[0])
+    result = through_swiglu(
+        grouped_linear(rows[:real], gate_up, offsets),
+        probs[:real],
+        rows.dtype,
+        lambda middle: grouped_linear(middle, down, offsets),
+        again=recompute,
+    )
+    return fill_rows(result, rows.shape[0])
 
 
 def _no_rows(rows: Tensor, probs: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
+from isozyme.moe.experts.activation import through_swiglu
 from isozyme.moe.types import Dispatched
-
-
-def weighted_swiglu(
-    gate_up: Float[Tensor, "R F2"], probs: Float[Tensor, "R"] | None, dtype: torch.dtype
-) -> Float[Tensor, "R F"]:
-    """`silu(gate) * up * prob`, computed in at least fp32 and rounded once, to `dtype`.
-
-    The left half of `gate_up` is the gate; without `probs` every row weighs one. SwiGLU: Shazeer, "GLU
-    variants improve transformer", 2020 (arXiv 2002.05202).
-    """
-    wide = torch.promote_types(gate_up.dtype, torch.float32)
-    gate, up = gate_up.to(wide).chunk(2, dim=-1)
-    product = F.silu(gate) * up
-    if probs is not None:
-        product = product * probs.to(wide)[:, None]
-    return product.to(dtype)
 
 
 def fill_rows(rows: Float[Tensor, "N H"], total: int) -> Float[Tensor, "R H"]:
@@ -37,11 +24,16 @@ def loop_experts(
     gate_up: Float[Tensor, "E_local F2 H"],
     down: Float[Tensor, "E_local H F"],
     dispatched: Dispatched,
+    *,
+    recompute: bool = False,
 ) -> Float[Tensor, "R H"]:
-    """One expert after the other. An empty one multiplies zero rows, so its weights get zero gradients."""
+    """One expert after the other. An empty one multiplies zero rows, so its weights get zero gradients.
+
+    With `recompute` the activation is made a second time in backward, instead of being kept.
+    """
     counts, real = dispatched.counts_on_host(), dispatched.num_rows
     results = [
-        F.linear(weighted_swiglu(F.linear(x, w_gate_up), p, x.dtype), w_down)
+        through_swiglu(F.linear(x, w_gate_up), p, x.dtype, partial(F.linear, weight=w_down), again=recompute)
         for x, p, w_gate_up, w_down in zip(
             rows[:real].split(counts),
             probs[:real].split(counts),

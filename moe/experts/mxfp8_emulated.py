@@ -8,6 +8,7 @@ activation from fp32 accumulators. Without quantisation it is `isozyme.moe.exper
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from isozyme.core.mxfp8 import BLOCK, round_to_mxfp8
-from isozyme.moe.experts.loop import fill_rows, weighted_swiglu
+from isozyme.moe.experts.activation import through_swiglu
+from isozyme.moe.experts.loop import fill_rows
 from isozyme.moe.types import Dispatched
 
 
@@ -51,11 +53,22 @@ def mxfp8_emulated_experts(
     gate_up: Float[Tensor, "E_local F2 H"],
     down: Float[Tensor, "E_local H F"],
     dispatched: Dispatched,
+    *,
+    recompute: bool = False,
 ) -> Float[Tensor, "R H"]:
-    """One expert after the other, with quantised products; blocks never cross an expert's rows."""
+    """One expert after the other, with quantised products; blocks never cross an expert's rows.
+
+    With `recompute` the activation is made a second time in backward, instead of being kept.
+    """
     counts, real = dispatched.counts_on_host(), dispatched.num_rows
     results = [
-        quantized_linear(weighted_swiglu(quantized_linear(x, w_gate_up), p, x.dtype), w_down)
+        through_swiglu(
+            quantized_linear(x, w_gate_up),
+            p,
+            x.dtype,
+            partial(quantized_linear, weight=w_down),
+            again=recompute,
+        )
         for x, p, w_gate_up, w_down in zip(
             rows[:real].split(counts),
             probs[:real].split(counts),

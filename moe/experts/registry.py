@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -37,6 +38,8 @@ class ExpertSetting:
     """This rank's share of F."""
     precision: Precision | None = None
     """The precision of the GEMMs; that of `dtype` if None."""
+    recompute: bool = False
+    """Whether the activation is made a second time in backward, by backends that would keep it."""
 
     @property
     def gemm_precision(self) -> Precision:
@@ -122,9 +125,13 @@ GROUPED_MM_FUSED = Backend(
 GROUPED_MM = Backend(
     name="grouped_mm",
     problems=_grouped_mm_problems,
-    build=lambda _setting, _weights: grouped_mm_experts,
+    build=lambda setting, _weights: partial(grouped_mm_experts, recompute=setting.recompute),
 )
-LOOP = Backend(name="loop", problems=_plain_precision, build=lambda _setting, _weights: loop_experts)
+LOOP = Backend(
+    name="loop",
+    problems=_plain_precision,
+    build=lambda setting, _weights: partial(loop_experts, recompute=setting.recompute),
+)
 TE = Backend(
     name="te",
     suits=_on_cuda,
@@ -150,7 +157,7 @@ MXFP8_EMULATED = Backend(
     name="mxfp8_emulated",
     suits=lambda setting: setting.precision == "mxfp8_emulated",
     problems=_mxfp8_emulated_problems,
-    build=lambda _setting, _weights: mxfp8_emulated_experts,
+    build=lambda setting, _weights: partial(mxfp8_emulated_experts, recompute=setting.recompute),
 )
 
 BACKENDS: tuple[Backend, ...] = (TE_FUSED, GROUPED_MM_FUSED, TE, GROUPED_MM, LOOP, MXFP8_EMULATED, TE_OPS)
