@@ -13,15 +13,15 @@ from isozyme.core.topology import Layout, Topology
 from isozyme.parallel.checkpoint import load_checkpoint, save_checkpoint
 from isozyme.parallel.grad_buffer import GradientBuffer
 from isozyme.parallel.grad_norm import clip_, global_norm
-from isozyme.parallel.optimizer import Optimizer
 from isozyme.parallel.process_groups import ProcessGroups, SingleWorld
 from isozyme.parallel.shard_spec import attach, dense_spec, named_shards
+from isozyme.parallel.sharded_optimizer import make_optimizer
 from isozyme.parallel.weights import load_weights, save_weights
 
 SHAPES = {"a": (300, 70), "b": (33,), "c": (5, 7, 3)}
 
 
-def setup(device: str, implementation: str, dtype: torch.dtype):
+def setup(device: str, implementation: str, dtype: torch.dtype, sharded: bool = False):
     groups = ProcessGroups(Topology(Layout()), SingleWorld())
     generator = torch.Generator().manual_seed(0)
     module = nn.ParameterDict()
@@ -30,13 +30,13 @@ def setup(device: str, implementation: str, dtype: torch.dtype):
         kept = torch.float32 if name == "b" else dtype
         module[name] = nn.Parameter(value.to(device, kept))
         attach(module[name], dense_spec(name, shape, Init.normal(1.0), decay=name != "b"))
-    buffer = GradientBuffer(module.parameters(), groups)
-    optimizer = Optimizer(buffer, OptimConfig(weight_decay=0.1, implementation=implementation))  # type: ignore[arg-type]
+    buffer = GradientBuffer(module.parameters(), groups, sharded=sharded)
+    optimizer = make_optimizer(buffer, OptimConfig(weight_decay=0.1, implementation=implementation))  # type: ignore[arg-type]
     return groups, module, buffer, optimizer
 
 
-def train(device: str, implementation: str, dtype: torch.dtype):
-    groups, module, buffer, optimizer = setup(device, implementation, dtype)
+def train(device: str, implementation: str, dtype: torch.dtype, sharded: bool = False):
+    groups, module, buffer, optimizer = setup(device, implementation, dtype, sharded)
     norms = []
     for step in range(5):
         buffer.zero()
@@ -57,15 +57,19 @@ def train(device: str, implementation: str, dtype: torch.dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("implementation", ["te", "apex", "torch"])
-def test_five_steps_on_a_gpu_equal_five_on_the_cpu(implementation, dtype, tmp_path):
+@pytest.mark.parametrize("sharded", [False, True])
+def test_five_steps_on_a_gpu_equal_five_on_the_cpu(implementation, dtype, sharded, tmp_path):
     try:
-        groups, module, buffer, optimizer, norms = train("cuda", implementation, dtype)
+        groups, module, buffer, optimizer, norms = train("cuda", implementation, dtype, sharded)
     except BackendError as error:
         pytest.skip(str(error))
     _, twin, _, reference, expected = train("cpu", "torch", dtype)
     assert norms == pytest.approx(expected, rel=1e-5)
-    for (name, one, _), (_, other, _) in zip(optimizer.state(), reference.state(), strict=True):
-        torch.testing.assert_close(one.cpu(), other, rtol=1e-4, atol=1e-6, msg=name)
+    expected_state = {name: tensor for name, tensor, _ in reference.state()}
+    found_state = {name: tensor for name, tensor, _ in optimizer.state()}  # one rank owns whole tensors
+    assert found_state.keys() == expected_state.keys()
+    for name, tensor in found_state.items():
+        torch.testing.assert_close(tensor.cpu(), expected_state[name], rtol=1e-4, atol=1e-6, msg=name)
     atol = 1e-5 if dtype == torch.float32 else 2**-7
     for one, other in zip(module.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(one.cpu().float(), other.float(), rtol=2**-7, atol=atol)

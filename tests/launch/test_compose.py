@@ -149,3 +149,16 @@ def test_a_stored_configuration_composes_with_overrides() -> None:
     config = compose("L0_sanity", ["seed=5"])
     again = compose_stored(asdict(config), "weights", ["data.window=32"])
     assert (again.seed, again.data.window, again.layout) == (5, 32, config.layout)
+
+
+def test_delayed_scaling_cannot_be_recomputed() -> None:
+    message = refusal("L0_sanity", "model.recompute=full", "precision=fp8_delayed")
+    assert "model.recompute=full, precision=fp8_delayed" in message
+    assert compose("L0_sanity", ["model.recompute=selective", "precision=fp8_delayed"])
+
+
+@pytest.mark.parametrize(
+    "override", ["model.recompute=half", "optim.sharded=maybe", "optim.overlap_reduce=2"]
+)
+def test_settings_of_memory_and_overlap_have_few_values(override: str) -> None:
+    assert override.split("=")[0] in refusal("L0_sanity", override)

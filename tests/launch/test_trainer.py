@@ -87,6 +87,28 @@ def test_a_resumed_run_makes_the_same_steps_to_the_last_bit(tmp_path: Path, fast
     assert all((one[name] == other[name]).all() for name in one)
 
 
+def test_a_run_goes_on_with_state_sharded_or_not_and_with_or_without_recomputation(
+    tmp_path: Path, fasta: Path
+) -> None:
+    run(tmp_path / "plain", fasta)
+    run(
+        tmp_path / "out",
+        fasta,
+        "train.checkpoint_every=2",
+        "optim.decay_steps=6",
+        "train.steps=5",
+        "optim.sharded=true",
+        "optim.overlap_reduce=true",
+        "model.recompute=full",
+    )
+    run(tmp_path / "out", fasta, "resume=latest", "model.recompute=selective")
+    for (_, loss, norm), (_, want, want_norm) in zip(
+        losses(tmp_path / "out"), losses(tmp_path / "plain"), strict=True
+    ):
+        assert loss == pytest.approx(want, rel=1e-4)
+        assert norm == pytest.approx(want_norm, rel=1e-3)
+
+
 def test_only_the_newest_checkpoints_are_kept(tmp_path: Path, fasta: Path) -> None:
     run(tmp_path / "out", fasta, "train.checkpoint_every=1", "train.keep_checkpoints=2")
     names = sorted(path.name for path in (tmp_path / "out" / "checkpoints").iterdir())
