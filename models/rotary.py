@@ -11,6 +11,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from isozyme.models.kernels.rotary import rotate_pairs
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rotation:
@@ -40,6 +42,5 @@ def rotation_at(positions: Int[Tensor, "B S"], head_width: int, theta: float, dt
 
 def rotate(x: Float[Tensor, "B S N D"], rotation: Rotation) -> Float[Tensor, "B S N D"]:
     """Turn each channel pair of each head by its token's angle, computed in at least fp32."""
-    first, second = x.to(rotation.cos.dtype).chunk(2, dim=-1)
-    cos, sin = rotation.cos[:, :, None], rotation.sin[:, :, None]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    turned: Tensor = rotate_pairs(x, rotation.cos, rotation.sin, False)
+    return turned

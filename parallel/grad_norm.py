@@ -33,8 +33,10 @@ def global_norm(buffer: GradientBuffer) -> float:
     filled = [(tensor, holders) for tensor, holders in buffer.counted() if tensor.numel()]
     device = filled[0][0].device if filled else torch.device("cpu")
     total = torch.zeros(1, dtype=torch.float64, device=device)
-    for (_, holders), norm in zip(filled, _norms([tensor for tensor, _ in filled]), strict=True):
-        total += norm.double().square() / holders
+    if filled:  # a few operations for all tensors: there may be hundreds
+        norms = torch.stack([norm.double() for norm in _norms([tensor for tensor, _ in filled])])
+        weights = torch.tensor([1 / holders for _, holders in filled], dtype=torch.float64, device=device)
+        total += (norms.square() * weights).sum()
     value = math.sqrt(float(buffer.groups.world.all_reduce(total)))
     if not math.isfinite(value):
         raise NonFiniteError(_blame(buffer, value))
@@ -55,8 +57,7 @@ def clip_(buffer: GradientBuffer, norm: float, max_norm: float) -> float:
     if max_norm == 0 or norm <= max_norm:
         return 1.0
     coefficient = max_norm / norm
-    for tensor, _ in buffer.counted():
-        tensor.mul_(coefficient)
+    torch._foreach_mul_([tensor for tensor, _ in buffer.counted()], coefficient)
     return coefficient
 
 

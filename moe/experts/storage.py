@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from isozyme.core.errors import ConfigError, UsageError, divisors
 from isozyme.core.initialisation import Init
+from isozyme.moe.kernels.accumulate import accumulate
 from isozyme.parallel.parameters import local_initial_value
 from isozyme.parallel.process_groups import ProcessGroups
 from isozyme.parallel.shard_spec import ShardSpec, attach, spec_of
@@ -194,7 +195,7 @@ class _Stack(torch.autograd.Function):
         main = main_grad_stack(ctx.parameters)
         if main is None:
             return grads[0].contiguous().unbind(0)
-        main.add_(grads[0])
+        accumulate(main, grads[0])
         return (None,) * len(ctx.parameters)
 
 
