@@ -36,7 +36,7 @@ def difference(
     if place is None:
         return None
     got, right = found[place].double(), wanted[place]
-    hint = _ratio(got, right) or owner(got, expected, (rank, place), dtype)
+    hint = _ratio(got, right) or _owner(got, expected, (rank, place), what, dtype)
     return f"{what} {place} of rank {rank} got {short(got)}, not {short(right)}{hint}"
 
 
@@ -50,13 +50,15 @@ def _ratio(got: Tensor, right: Tensor) -> str:
     return f": {ratio:.4g} times as much" if same and abs(ratio) > 1e-3 else ""
 
 
-def owner(got: Tensor, expected: Sequence[Tensor], here: tuple[int, int], dtype: torch.dtype) -> str:
+def _owner(
+    got: Tensor, expected: Sequence[Tensor], here: tuple[int, int], what: str, dtype: torch.dtype
+) -> str:
     """Says so if this is what belongs to another place."""
     for rank, values in enumerate(expected):
         for place, value in enumerate(values):
             right = (rank, place) != here and bool((value != 0).any())
             if right and value.shape == got.shape and first_wrong(got[None], value[None], dtype) is None:
-                return f": that belongs to number {place} of rank {rank}"
+                return f": that belongs to {what} {place} of rank {rank}"
     return ""
 
 

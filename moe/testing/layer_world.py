@@ -24,12 +24,15 @@ class LayerPromises:
     """What a layer promises, hence which worlds it is shown."""
 
     ranks: int = 4
+    """The most ranks."""
     windows: int = 3
     """The most windows of a rank."""
     uneven: bool = True
     """Data-parallel ranks may hold different numbers of windows, also none."""
     experts_per_rank: int = 2
+    """The most experts of a rank."""
     topk: int = 2
+    """The most choices of a token."""
     replicas: bool = True
     """More data-parallel ranks than EP (EDP > 1)."""
     split_windows: bool = False
@@ -37,6 +40,7 @@ class LayerPromises:
     padding: bool = True
     """Some tokens are padding."""
     same_calls: bool = True
+    """Every rank makes the same calls."""
 
 
 @dataclass(frozen=True, kw_only=True)

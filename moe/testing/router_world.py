@@ -25,16 +25,23 @@ class RouterPromises:
     """What a router promises, hence which logits and configurations it is shown."""
 
     scores: tuple[str, ...] = ("softmax", "sigmoid")
+    """Score functions."""
     renormalize: tuple[bool, ...] = (True, False)
+    """Whether the weights of a token sum to one."""
     groups: bool = False
     """Group-limited choice (`num_groups`, `topk_groups`)."""
     tokens: int = 5
+    """The most tokens."""
     experts: int = 8
+    """The most experts; K may be as many."""
     dtypes: tuple[str, ...] = ("float64", "float32", "bfloat16")
+    """Types of the logits."""
     bad_logits: bool = True
     """A token with a NaN or infinite logit gets legal ids, weights that are not finite, and harms nobody."""
     gradients: bool = True
+    """Gradients flow from the weights to the logits."""
     ties_to_the_lower_id: bool = True
+    """Of experts with equal scores the first is chosen; else any of them may be."""
 
 
 @dataclass(frozen=True, kw_only=True)

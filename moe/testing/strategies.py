@@ -34,6 +34,7 @@ class Promises:
     tokens: int = 5
     """The most tokens of a rank, but for a few large worlds with up to 33."""
     experts_per_rank: int = 3
+    """The most experts of a rank, but where K needs more."""
     topk: int = 3
     """The most choices of a token; K = E is shown as well."""
     ragged: bool = True
@@ -49,7 +50,9 @@ class Promises:
     replicas: bool = True
     """Several groups of ranks hold all experts (EDP), also groups whose ranks are not neighbours."""
     dtypes: tuple[str, ...] = ("float64", "float32", "bfloat16")
+    """Types of the tokens; float16 is possible as well."""
     memory: tuple[Memory, ...] = ("contiguous", "transposed", "sliced", "expanded")
+    """How tokens and incoming gradients lie in memory; expanded ones have strides of zero."""
     weighted: bool = True
     """Combine weights are applied, by the experts or by `combine`."""
     ordered: bool = False

@@ -123,7 +123,7 @@ def test_two_faults_are_two_counterexamples() -> None:
 def test_the_report_draws_the_world_and_says_whose_row_it_is() -> None:
     violation = refuted(wrong.AnotherRanksRow, replay="dp=2 ep=2 experts=2 topk=1 ids=0|0")
     text = str(violation)
-    assert "that belongs to number 0 of rank 1" in text
+    assert "that belongs to token 0 of rank 1" in text
     assert "rank 0 holds e0 | sends t0→e0" in text
     assert "at e0 on rank 0: r0t0 r1t0" in text.replace("r1t0 r0t0", "r0t0 r1t0")
     assert "rank 0: t0 wrong   <-- t0 got what belongs to r1t0" in text
