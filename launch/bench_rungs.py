@@ -16,9 +16,9 @@ from isozyme.core.config import Precision, RouterConfig
 from isozyme.launch.bench_contenders import GivenExperts
 from isozyme.launch.bench_problem import Built, Contender, Problem, parameters_by_expert
 from isozyme.moe.dispatch_local import LocalDispatcher
+from isozyme.moe.experts.activation import weighted_swiglu
 from isozyme.moe.experts.arrived import weights_by_row
 from isozyme.moe.experts.grouped_mm import grouped_linear
-from isozyme.moe.experts.activation import weighted_swiglu
 from isozyme.moe.kernels.router_topk import router_topk
 from isozyme.moe.kernels.row_map import row_map
 from isozyme.moe.kernels.rows import gather_rows, scatter_rows

@@ -115,8 +115,9 @@ class Arrival:
         """Kept slots of each local expert as Python integers; waits for the device only if it must."""
         if self.host_counts is not None:
             return self.host_counts
-        flat = torch.where(self.kept, self.expert_ids, self.num_experts).flatten()
-        return tuple(torch.bincount(flat, minlength=self.num_experts + 1)[: self.num_experts].tolist())
+        counts = torch.zeros(self.num_experts, dtype=torch.int64, device=self.expert_ids.device)
+        counts.scatter_add_(0, self.expert_ids.flatten(), self.kept.flatten().long())
+        return tuple(int(count) for count in counts.tolist())
 
 
 @runtime_checkable
