@@ -149,8 +149,7 @@ class ModelConfig:
     """Standard deviation of the weights; output projections are scaled by 1/sqrt(2 * num_layers)."""
     embedding_std: float = 1.0
     recompute: Recompute = "none"
-    """What backward computes a second time instead of keeping: nothing; the attention core and the experts'
-    activation (`selective`); or each whole layer but its input and its routing (`full`)."""
+    """What backward makes again: nothing, the attention core and experts' activation, or whole layers."""
 
     @property
     def head_width(self) -> int:
@@ -383,9 +382,8 @@ class RunConfig:
         )
         rules.check(
             self.model.recompute != "full" or self.precision != "fp8_delayed",
-            "a layer cannot be computed twice with delayed scaling, whose history would note every maximum "
-            f"twice: model.recompute={self.model.recompute}, precision={self.precision}. "
-            "Use recompute=selective, or precision=fp8_current.",
+            f"delayed scaling must see each maximum once: model.recompute={self.model.recompute}, "
+            f"precision={self.precision}. Use recompute=selective, or precision=fp8_current.",
         )
         rules.check(
             self.model.moe.dispatcher != "local" or ep == 1,

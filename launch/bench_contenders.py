@@ -29,7 +29,7 @@ class GivenExperts(Experts):
     def __init__(self, weights: RandomExpertWeights, backend: str, precision: Precision) -> None:
         nn.Module.__init__(self)
         self.weights = weights
-        self._asked, self._precision = backend, precision
+        self._asked, self._precision, self._recompute = backend, precision, False
         self._choose()
 
 
