@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from isozyme.core.batch import Batch
 from isozyme.core.config import RunConfig
 from isozyme.models.types import ModelOutput
+from isozyme.moe.experts.storage import ExpertWeights
 from isozyme.moe.router import Router
 from isozyme.moe.types import RouterStats, Routing
 from isozyme.parallel.communicator import Call, Communicator, Finished, Pending
@@ -118,12 +119,30 @@ def _leave_out_last_rank(inner: Communicator, call: Call) -> Pending | None:
 def _scale_expert_gradients(factor: Callable[[int], float]) -> Change:
     def scale(model: nn.Module, groups: ProcessGroups) -> nn.Module:
         by = factor(groups.topology.size("ep"))
-        for parameter in model.parameters():
-            if spec_of(parameter).grid == "expert":
-                parameter.register_hook(lambda gradient: gradient * by)
+        for module in model.modules():
+            if isinstance(module, ExpertWeights):
+                module.stacks = _with_scaled_gradients(module.stacks, by)  # type: ignore[method-assign]
         return model
 
     return scale
+
+
+def _with_scaled_gradients(
+    stacks: Callable[[], tuple[Tensor, Tensor]], by: float
+) -> Callable[[], tuple[Tensor, Tensor]]:
+    """The stacks of some experts' weights, whose gradients come back multiplied.
+
+    A hook on the parameters would not do: a gradient buffer is given the gradient of the whole stack.
+    """
+
+    def scaled() -> tuple[Tensor, Tensor]:
+        both = stacks()
+        for stack in both:
+            if stack.requires_grad:
+                stack.register_hook(lambda gradient: gradient * by)
+        return both
+
+    return scaled
 
 
 def _dense_not_reduced(model: nn.Module, _groups: ProcessGroups) -> nn.Module:
