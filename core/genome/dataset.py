@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from isozyme.core.batch import Batch
 from isozyme.core.config import DataConfig
+from isozyme.core.errors import DataError
 from isozyme.core.genome.markov import MarkovScore, best_markov
-from isozyme.core.genome.split import Split, split_genome
+from isozyme.core.genome.split import Region, Split, split_genome, total_bases
 from isozyme.core.genome.store import Genome
 from isozyme.core.genome.stream import TokenStream
+from isozyme.core.genome.tokens import is_base
 from isozyme.core.genome.windows import HeldOutWindows, WindowSampler
+
+_BLOCK: Final = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +55,8 @@ class GenomeData:
             seed=seed,
             reverse_complement=config.reverse_complement,
         )
+        for name, part in (("training", split.train), ("held-out", split.held_out)):
+            must_hold_bases(genome, part, f"the {name} part")
         held_out = HeldOutWindows(TokenStream(genome, split.held_out), window=config.window)
         return GenomeData(config, genome, split, train, held_out)
 
@@ -65,3 +72,22 @@ class GenomeData:
         """The Markov baseline on exactly the labels of these held-out windows (of all if null)."""
         model = best_markov(self.genome, self.split.train, self.config.markov_order)
         return model.score(self.genome, self.held_out.label_regions(indices))
+
+
+def must_hold_bases(genome: Genome, part: Sequence[Region], name: str) -> None:
+    """Refuse a part of a genome that is unknown from end to end; reads no further than the first base.
+
+    Raises:
+        DataError: no letter of the part is A, C, G or T, so that there is nothing to learn or to predict.
+    """
+    blocks = (
+        genome.bases(region.contig, start, min(start + _BLOCK, region.stop))
+        for region in part
+        for start in range(region.start, region.stop, _BLOCK)
+    )
+    if not any(is_base(block).any() for block in blocks):
+        raise DataError(
+            f"a genome must hold known bases: data.fasta={genome.source}; {name} has "
+            f"{total_bases(part):,} letters, and none of them is A, C, G or T. Give another file, or change "
+            "data.held_out or data.split."
+        )

@@ -39,6 +39,12 @@ class Split:
         held_out, train = total_bases(self.held_out), total_bases(self.train)
         return held_out / (held_out + train)
 
+    @property
+    def manner(self) -> str:
+        """How the genome was divided, in words."""
+        cut = {region.contig for region in self.train} & {region.contig for region in self.held_out}
+        return "the tail" if cut else "whole contigs"
+
 
 def total_bases(regions: Sequence[Region]) -> int:
     """Bases of several regions together."""
@@ -53,7 +59,8 @@ def split_genome(
     `contig` holds out whole contigs, by length alone and so always the same ones: the longest that fits into
     the share, then the longest that fits into the rest, and so on; the shortest one left is added if that
     comes nearer to the share, or if none fitted. `tail` holds out the last bases in file order, through the
-    middle of a contig if need be. `auto` is `contig` if there are several contigs, else `tail`.
+    middle of a contig if need be. `auto` is `contig` if that holds out between half and twice the share, else
+    `tail`: a chromosome with a small plasmid would hold out the plasmid alone.
 
     Args:
         lengths: bases of each contig, in file order.
@@ -74,8 +81,11 @@ def split_genome(
             f"a split by contig needs at least 2 contigs: data.split=contig, contigs={len(lengths)}. "
             "Set data.split=tail."
         )
-    by_contig = mode == "contig" or (mode == "auto" and len(lengths) > 1)
-    split = _by_contig(lengths, held_out) if by_contig else split_tail(_whole(lengths), held_out)
+    split = split_tail(_whole(lengths), held_out)
+    if len(lengths) > 1 and mode != "tail":
+        by_contig = _by_contig(lengths, held_out)
+        if mode == "contig" or held_out / 2 <= by_contig.share <= held_out * 2:
+            split = by_contig
     for name, part in (("training", split.train), ("held-out", split.held_out)):
         bases = total_bases(part)
         if bases < window + 1:

@@ -54,10 +54,18 @@ def test_a_split_by_contig_cuts_none_and_cannot_be_bettered_by_one_more(
         assert all(abs(held + region.length - target) >= target - held for region in split.train)
 
 
-def test_auto_takes_contigs_only_if_there_are_several() -> None:
+def test_auto_takes_contigs_only_if_they_come_near_the_share() -> None:
     assert split_genome([100], held_out=0.1, window=4).held_out == (Region(0, 90, 100),)
     assert split_genome([100, 10], held_out=0.1, window=4).held_out == (Region(1, 0, 10),)
-    assert len(split_genome([50, 50], held_out=0.1, window=4).held_out) == 1
+    for lengths in ([50, 50], [1000, 10]):  # five times the share, a tenth of it
+        assert split_genome(lengths, held_out=0.1, window=4) == split_genome(
+            lengths, held_out=0.1, window=4, mode="tail"
+        )
+
+
+def test_a_split_says_how_it_was_made() -> None:
+    assert split_genome([100, 10], held_out=0.1, window=4, mode="contig").manner == "whole contigs"
+    assert split_genome([100, 10], held_out=0.2, window=4, mode="tail").manner == "the tail"
 
 
 def test_a_genome_shorter_than_a_window_is_refused_with_the_arithmetic() -> None:
