@@ -54,7 +54,7 @@ class RouterConfig:
         rules = Rules(where)
         experts, topk = self.num_experts, self.topk
         rules.check(experts >= 1, f"{where}.num_experts must be at least 1: {where}.num_experts={experts}.")
-        rules.check(
+        possible = rules.check(
             1 <= topk <= max(experts, 1),
             f"topk must be between 1 and num_experts: {where}.topk={topk}, {where}.num_experts={experts}. "
             f"Choose topk from 1 to {experts}.",
@@ -80,7 +80,7 @@ class RouterConfig:
             )
             reachable = experts // self.num_groups * self.topk_groups
             rules.check(
-                topk <= reachable,
+                topk <= reachable or not possible,
                 f"topk must not exceed the experts of the chosen groups: {where}.topk={topk}; "
                 f"{self.topk_groups} groups x {experts // self.num_groups} experts = {reachable}. "
                 "Lower topk or raise topk_groups.",
@@ -207,7 +207,7 @@ class DataConfig:
     held_out: float = 0.1
     """Share of the bases held out for evaluation."""
     split: Literal["auto", "contig", "tail"] = "auto"
-    """Hold out whole contigs, or the tail of the sequence; `auto` takes contigs if there are several."""
+    """Hold out whole contigs, or the tail; `auto` takes contigs if they come near the share `held_out`."""
     reverse_complement: bool = True
     """Draw each training window from either strand."""
     markov_order: int | None = None
@@ -344,6 +344,9 @@ class RunConfig:
     def problems(self, world_size: int | None = None) -> list[str]:
         """Every broken rule of every section, and of their combination."""
         rules = Rules(self.name)
+        rules.check(
+            -(2**63) <= self.seed < 2**63, f"seed must be a number of 64 bits: seed={self.seed}. Try 0."
+        )
         layout_problems = self.layout.problems(world_size)
         rules.extend(layout_problems)
         model_problems = self.model.problems()
@@ -368,8 +371,9 @@ class RunConfig:
         if ep >= 1 and experts >= 1 and "M" in self.model.layer_kinds():
             rules.check(
                 experts % ep == 0,
-                f"ep must divide num_experts: model.moe.router.num_experts={experts}, layout.ep={ep} leaves "
-                f"{experts % ep} experts unplaced. Choose ep from {', '.join(map(str, divisors(experts)))}.",
+                f"ep must divide num_experts: model.moe.router.num_experts={experts}, layout.ep={ep}; "
+                f"{experts} % {ep} = {experts % ep}. "
+                f"Choose ep from {', '.join(map(str, divisors(experts)))}.",
             )
         rules.extend(
             self.model.attention.problems(

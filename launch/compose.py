@@ -123,10 +123,9 @@ def recipe_path(recipe: str, beside: Path | None = None) -> Path:
         return path
     path = RECIPES / f"{recipe}.yaml"
     if not path.is_file():
-        raise ConfigError(
-            f"unknown recipe: {recipe}. {did_you_mean(recipe, recipe_names())} Known recipes: "
-            f"{', '.join(recipe_names())}; or give the path of a YAML file."
-        )
+        near, known = did_you_mean(recipe, recipe_names()), ", ".join(recipe_names())
+        listed = "" if known in near else f" Known recipes: {known}."
+        raise ConfigError(f"unknown recipe: {recipe}. {near}{listed} Or give the path of a YAML file.")
     return path
 
 

@@ -156,11 +156,11 @@ def _precision_problems(config: RunConfig, machine: Machine, device: str) -> lis
     if not TRAITS[precision].quantized or precision == "mxfp8_emulated":
         return []
     if device == "cpu":
-        other = " or mxfp8_emulated" if precision == "mxfp8" else ""
+        instead = "bf16, fp32 or mxfp8_emulated" if precision == "mxfp8" else "bf16 or fp32"
         return [
             f"no CPU computes in {precision}: precision={precision}, device=cpu"
             + (f" ({machine.no_cuda})" if not machine.cuda_devices else "")
-            + f". Use precision=bf16, fp32{other}."
+            + f". Use precision={instead}."
         ]
     instead = {"mxfp8": "bf16, fp8_current (Hopper) or mxfp8_emulated"}.get(precision, "bf16")
     capability = machine.capability() if machine.cuda_devices else None

@@ -87,7 +87,7 @@ def test_all_mistakes_are_reported_together_with_path_origin_and_advice(tmp_path
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("base: L0_sanity\ntrain:\n  stps: 3\nmodel:\n  moe: {experts: lop}\nlayout: {ep: 3}\n")
     text = refusal(str(recipe), "topk=2", "optim.lr=fast", "train.micro_batch=1e2", "precision=fp31", "x")
-    assert "8 rules broken" in text
+    assert "9 rules broken" in text
     for part in (
         f"unknown key: train.stps ({recipe}:3). Did you mean 'train.steps'?",
         f"model.moe.experts='lop' ({recipe}:5). Did you mean 'loop'?",
@@ -97,6 +97,7 @@ def test_all_mistakes_are_reported_together_with_path_origin_and_advice(tmp_path
         "Did you mean 'fp32'?",
         "an override must read key=value: 'x'",
         "etp*ep must divide tp*cp*dp",
+        "ep must divide num_experts",
     ):
         assert part in text
 
