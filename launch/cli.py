@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -145,13 +146,14 @@ def parse_layout(text: str) -> Layout:
 
 def report(error: BaseException) -> int:
     """Print the error, leave it where a launcher looks for it, and give the exit code."""
+    if isinstance(error, KeyboardInterrupt):  # first, as it may have come while torch was imported
+        print("isozyme: interrupted", file=sys.stderr, flush=True)
+        return 128 + signal.SIGINT
     from isozyme.launch import failures
     from isozyme.launch.environment import ERROR_FOLDER
 
     env: Mapping[str, str] = os.environ
     rank = int(env["RANK"]) if env.get("RANK", "").isdigit() else 0
-    if isinstance(error, KeyboardInterrupt):
-        return failures.exit_code(error)
     failure = failures.failure_of(error, rank, env)
     if "RANK" in env:
         failures.record(failure, error, env)

@@ -104,6 +104,8 @@ class _Ranks:
 
     def __init__(self, command: Sequence[str], first: RankEnvironment, folder: Path) -> None:
         self.killed: set[int] = set()
+        self.suspended: set[int] = set()
+        """Ranks that the launcher killed while they were stopped by a signal such as SIGSTOP."""
         self.processes: list[subprocess.Popen[bytes]] = []
         for rank in range(first.world_size):
             env = _rank_env(replace(first, rank=rank, local_rank=rank), folder)
@@ -141,9 +143,20 @@ class _Ranks:
         """End every rank that still runs."""
         for rank in self.running():
             self.killed.add(rank)
+            if _is_suspended(self.processes[rank].pid):
+                self.suspended.add(rank)
             self.processes[rank].kill()
         for process in self.processes:
             process.wait()
+
+
+def _is_suspended(pid: int) -> bool:
+    """Whether the kernel holds a process back (Linux; elsewhere nobody can tell)."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] in "Tt"
 
 
 def _rank_env(rank: RankEnvironment, folder: Path) -> Mapping[str, str]:
@@ -163,20 +176,36 @@ def _conclude(ranks: _Ranks, requests: _Requests, topology: Topology, folder: Pa
     """Print who failed and why, and give the exit code."""
     left = failures.read_all(folder)
     told = {failure.rank for failure in left}
-    silent = [_silent(rank, ranks) for rank in ranks.failed() if rank not in told]
+    mute = [rank for rank in ranks.failed() if rank not in told]
+    # The launcher passes a request on as SIGTERM, of which a rank dies that does not step yet, or no more.
+    obeyed = [r for r in mute if requests.received and ranks.processes[r].returncode == -signal.SIGTERM]
+    silent = [_silent(rank, ranks) for rank in mute if rank not in obeyed]
+    silent += [_suspended(rank) for rank in sorted(ranks.suspended - told)]
     cause = failures.root_cause([*silent, *left])
     if cause is None:
+        if obeyed or ranks.killed:
+            print("isozyme: stopped between steps: nothing more was saved", file=sys.stderr)
         stopped = 128 + signal.SIGINT if requests.interrupts else 0
-        return stopped or (128 + signal.SIGTERM if ranks.killed else 0)
+        return stopped or (128 + signal.SIGTERM if obeyed or ranks.killed else 0)
     at = " ".join(f"{axis}={index}" for axis, index in topology.coordinates(cause.rank).items())
     print(failures.block(cause, topology.world_size, f" ({at})"), file=sys.stderr)
     for failure in [*silent, *left]:
-        if failure.rank != cause.rank:
-            first_line = failure.message.splitlines()[0] if failure.message else ""
-            print(f"  rank {failure.rank} then: {failure.kind}: {first_line}", file=sys.stderr)
-    for rank in sorted(ranks.killed):
-        print(f"  rank {rank} was stopped by the launcher", file=sys.stderr)
+        if failure.rank == cause.rank:
+            continue
+        if (failure.kind, failure.message) == (cause.kind, cause.message):
+            print(f"  rank {failure.rank} says the same", file=sys.stderr)
+            continue
+        first_line = failure.message.splitlines()[0] if failure.message else ""
+        print(f"  rank {failure.rank} then: {failure.kind}: {first_line}", file=sys.stderr)
+    for rank in sorted(ranks.killed - ranks.suspended):
+        print(f"  rank {rank} said nothing and was stopped by the launcher", file=sys.stderr)
     return cause.exit_code
+
+
+def _suspended(rank: int) -> Failure:
+    """The failure of a rank that was held back while the others waited for it."""
+    text = "the process was suspended (SIGSTOP or the like), and the others waited for it in vain."
+    return Failure(rank, "Suspended", text, exit_code=5, at=time.time())
 
 
 def _silent(rank: int, ranks: _Ranks) -> Failure:

@@ -7,6 +7,7 @@ expressed by what it has: uneven all-gathers are all-to-alls on gloo; bool and 8
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -257,4 +258,6 @@ def _movable(tensor: Tensor | None) -> Tensor:
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n", 1)[0].rstrip(".")
+    """What the backend says, without its source line and its general advice."""
+    line = str(error).strip().split("\n", 1)[0]
+    return re.sub(r"^\[\S+:\d+\] |\. This is typically caused by.*", "", line).rstrip(".")

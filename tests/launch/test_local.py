@@ -74,8 +74,49 @@ os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else time.sleep(100)
     shown = capfd.readouterr().err
     assert "rank 1 of 2" in shown
     assert "SIGKILL" in shown
-    assert "rank 0 was stopped by the launcher" in shown
+    assert "rank 0 said nothing and was stopped by the launcher" in shown
     assert not alive(int((tmp_path / "0").read_text()))
+
+
+def test_a_suspended_rank_is_blamed_and_not_those_that_waited_for_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = """
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+time.sleep(0.5)
+leave('CommunicationError', True, 1.0, 5)
+"""
+    assert run_ranks(program(code), TWO) == 5
+    shown = capfd.readouterr().err
+    assert "isozyme: rank 1 of 2" in shown
+    assert "suspended" in shown
+    assert "rank 0 then: CommunicationError" in shown
+
+
+def test_ranks_with_the_same_error_are_not_repeated(capfd: pytest.CaptureFixture[str]) -> None:
+    code = PRELUDE.replace("of {rank}", "of all") + "leave('Shared', False, 1.0 + rank, 6)"
+    assert run_ranks([sys.executable, "-S", "-c", code], TWO) == 6
+    shown = capfd.readouterr().err
+    assert shown.count("Shared of all") == 1
+    assert "rank 1 says the same" in shown
+
+
+def test_ctrl_c_before_the_first_step_is_no_failure(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = f"""
+open(r"{tmp_path}/ready" + str(rank), "w").close()
+time.sleep(100)
+"""
+    ready = [tmp_path / "ready0", tmp_path / "ready1"]
+    stop = threading.Thread(target=_when, args=(ready, [signal.SIGINT]))
+    stop.start()
+    assert run_ranks(program(code), TWO) == 128 + signal.SIGINT
+    stop.join()
+    shown = capfd.readouterr().err
+    assert "nothing more was saved" in shown
+    assert "Killed" not in shown
 
 
 def test_a_rank_that_leaves_without_a_word_is_named(capfd: pytest.CaptureFixture[str]) -> None:
