@@ -36,8 +36,8 @@ setup: $(VENV)/.dev  ## make .venv with the tested versions and the development 
 
 # --- Use ------------------------------------------------------------------------------------------------------
 
-train: $(VENV)/.runtime  ## train RECIPE (default L0_sanity: a tiny model on this machine, no GPU needed)
-	$(BIN)/isozyme train $(RECIPE)
+train: $(VENV)/.runtime  ## train RECIPE (default L0_sanity: a tiny model, no GPU needed; ARGS="key=value ...")
+	$(BIN)/isozyme train $(RECIPE) $(ARGS)
 
 # --- Checks ---------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,8 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from isozyme.core.batch import Batch
-from isozyme.core.errors import CheckpointError, DataError
+from isozyme.core.errors import CheckpointError, DataError, NonFiniteError
+from isozyme.core.genome.dataset import must_hold_bases
 from isozyme.core.genome.schedule import evaluation_indices
 from isozyme.core.genome.split import Region
 from isozyme.core.genome.store import Genome
@@ -59,6 +60,7 @@ def evaluate(
 
     Raises:
         DataError: if no label is valid.
+        NonFiniteError: if the cross-entropy is NaN or infinite; on all ranks alike.
     """
     stage = model if isinstance(model, Stage) else Stage([model], groups)
     sums = torch.zeros(2, dtype=torch.float64, device=device)
@@ -78,6 +80,11 @@ def evaluate(
     nats, labels = groups["pp"].all_reduce(groups["cp", "dp"].all_reduce(sums)).tolist()
     if not labels:
         raise DataError("there is nothing to predict: no label of the evaluated windows is A, C, G or T.")
+    if not math.isfinite(nats):
+        raise NonFiniteError(
+            f"the cross-entropy must be finite: its sum over {int(labels):,} labels is {nats}. The weights "
+            "hold NaN or infinity, or are too large for the precision. Take those of an earlier checkpoint."
+        )
     return Evaluation(nats / labels / math.log(2), int(labels))
 
 
@@ -131,6 +138,7 @@ def evaluate_file(weights: str, fasta: str, overrides: Sequence[str] = ()) -> li
     with TemporaryDirectory(prefix="isozyme-genome-") as temporary:
         genome = Genome.open(config.data.fasta, config.data.cache or temporary)
         whole = [Region(contig, 0, length) for contig, length in enumerate(genome.lengths)]
+        must_hold_bases(genome, whole, "the file")
         windows = HeldOutWindows(TokenStream(genome, whole), window=config.data.window)
         model = build_model(config, groups, Chunk.whole(config.model.num_layers), device, choice.dtype)
         load_weights(weights, model, groups)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from isozyme.core.errors import CheckpointError
 from isozyme.launch.step import StepResult
 
 
@@ -23,22 +25,38 @@ class MetricsLog:
         path: the file; None for a log that writes nothing (ranks other than 0).
         start_step: the step that the run begins with. Records of later steps, left by a run that went on
             after the checkpoint that is resumed, are taken out, so that no step appears twice.
+
+    Raises:
+        CheckpointError: if the file cannot be read or written; `write` likewise.
     """
 
     def __init__(self, path: Path | None, start_step: int = 0) -> None:
         self.path = path
         if path is not None and path.exists():
-            kept = [line for line in path.read_text().splitlines() if _step(line) < start_step]
-            partial = path.with_suffix(".part")
-            partial.write_text("".join(f"{line}\n" for line in kept))
-            os.replace(partial, path)
+            with self._explained(path):
+                kept = [line for line in path.read_text().splitlines() if _step(line) < start_step]
+                partial = path.with_suffix(".part")
+                partial.write_text("".join(f"{line}\n" for line in kept))
+                os.replace(partial, path)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one record. Numbers that JSON lacks (NaN, infinity) become null."""
         if self.path is None:
             return
-        with self.path.open("a") as file:
+        with self._explained(self.path), self.path.open("a") as file:
             file.write(json.dumps(_clean(record)) + "\n")
+
+    @staticmethod
+    @contextmanager
+    def _explained(path: Path) -> Iterator[None]:
+        """Turn a failure to read or write the file into the error that says what to do."""
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(
+                f"the metrics must be writable: {path}; {error.strerror or error}. "
+                "Free some space, or set out=PATH to a folder that you may write."
+            ) from error
 
 
 def step_record(

@@ -26,7 +26,7 @@ class Summary:
     evaluation: Evaluation
     markov: MarkovScore
     tokens_per_s: float
-    """Real tokens a second over all ranks: the median of the steps."""
+    """Real tokens a second over all ranks: the median of the steps; 0 if no step was made."""
     routed: Int[Tensor, "L E"]
     """Slots that chose each expert in the steps of this process, before capacity."""
     dropped: int
@@ -53,12 +53,14 @@ def closing_table(summary: Summary) -> Table:
         "held-out", f"{held_out:.4f} bits per base over {summary.evaluation.labels:,} bases, {verdict}"
     )
     table.add_row("Markov baseline", f"{markov.bits_per_base:.4f} bits per base (order {markov.order})")
-    table.add_row("speed", f"{summary.tokens_per_s:,.0f} tokens/s ({ranks})")
+    if summary.tokens_per_s:
+        table.add_row("speed", f"{summary.tokens_per_s:,.0f} tokens/s ({ranks})")
     for layer, line in enumerate(load_lines(summary.routed)):
         table.add_row(f"expert load, MoE layer {layer}", line)
     slots = int(summary.routed.sum())
-    share = 100 * summary.dropped / slots if slots else 0.0
-    table.add_row("dropped slots", f"{summary.dropped:,} of {slots:,} ({share:.2f} %)")
+    if slots:
+        share = 100 * summary.dropped / slots
+        table.add_row("dropped slots", f"{summary.dropped:,} of {slots:,} ({share:.2f} %)")
     table.add_row("peak memory", f"{summary.memory_bytes / 2**20:,.0f} MiB (rank 0)")
     for what, why in summary.choices.items():
         table.add_row(what, why)

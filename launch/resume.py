@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from isozyme.core.config import RunConfig
 from isozyme.core.errors import CheckpointError
-from isozyme.parallel.checkpoint import load_checkpoint, save_checkpoint
-from isozyme.parallel.checkpoint_folder import find_latest, prune
+from isozyme.launch.report import count
+from isozyme.parallel.checkpoint import load_checkpoint, load_state, save_checkpoint
+from isozyme.parallel.checkpoint_folder import CHECKPOINTS, find_latest, prune
 from isozyme.parallel.optimizer import Optimizer
 from isozyme.parallel.process_groups import ProcessGroups
 from isozyme.parallel.shard_spec import ShardSpec, named_shards
@@ -59,7 +60,7 @@ class Checkpoints:
         optimizer: Optimizer,
         groups: ProcessGroups,
     ) -> None:
-        self.root = folder / "checkpoints"
+        self.root = folder / CHECKPOINTS
         self.config = config
         self.genome_sha256 = genome_sha256
         self.model = model
@@ -103,10 +104,14 @@ class Checkpoints:
                 return 0, [f"resume=latest: no checkpoint in {self.root} yet; starting at the first step"]
             messages += [f"passed over a newer checkpoint: {reason}" for reason in found.skipped]
             path = found.path
+        self._must_fit(path, load_state(path, self.groups))
         state = load_checkpoint(path, self._tensors(), self.groups)
-        self._must_fit(path, state)
         self.optimizer.loaded(int(state["updates"]))
-        return int(state["step"]), [*messages, f"resumed from {path}: {state['step']} steps done"]
+        done, steps = int(state["step"]), self.config.train.steps
+        messages.append(f"resumed from {path}: {done} steps done")
+        if done == steps:
+            messages.append(f"train.steps={steps}: no step is left; writing the weights and evaluating them")
+        return done, messages
 
     def _tensors(self) -> Iterator[tuple[str, Tensor, ShardSpec]]:
         yield from named_shards(self.model)
@@ -121,10 +126,11 @@ class Checkpoints:
         ]
         if state["genome_sha256"] != self.genome_sha256:
             changed.append(f"data.fasta: another genome ({self.config.data.fasta})")
+        if int(state["step"]) > self.config.train.steps:
+            changed.append(f"train.steps: {state['step']} steps done, {self.config.train.steps} wanted now")
         if changed:
-            head = (
-                f"a resumed run must go on with the same problem: {path} differs in {len(changed)} settings"
-            )
+            places = count(len(changed), "setting")
+            head = f"a resumed run must go on with the same problem: {path} differs in {places}"
             tail = "Set them back, or start a new run with another out."
             raise CheckpointError("\n  - ".join([head, *changed]) + f"\n{tail}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from isozyme.launch.compose import compose
 from isozyme.launch.environment import ALONE, RankEnvironment, detect, die_with_parent, threads_per_rank
 from isozyme.launch.local import run_ranks
 from isozyme.launch.requirements import Machine, check, output_folder
+from isozyme.launch.run_folder import claimed
 from isozyme.launch.trainer import Run, train_rank
 from isozyme.models.decoder import build_model
 from isozyme.models.types import ModelFactory
@@ -47,7 +48,8 @@ def train(recipe: str, overrides: Sequence[str], env: Mapping[str, str]) -> int:
     check(config, Machine.here())
     topology = Topology(config.layout)
     folder = output_folder(config)
-    open_data(config, folder)
+    with claimed(config, folder):  # given up again for rank 0, which holds it while the run lasts
+        open_data(config, folder)
     if topology.world_size == 1:
         return run_rank(config, ALONE)
     return run_ranks([sys.executable, "-m", "isozyme.launch", "train", recipe, *overrides], topology)
@@ -71,12 +73,12 @@ def run_rank(config: RunConfig, place: RankEnvironment, factory: ModelFactory = 
         torch.set_num_threads(threads_per_rank(place.local_world_size))
     device = torch.device(f"cuda:{place.local_rank}" if choice.device == "cuda" else "cpu")
     folder = output_folder(config)
-    data = open_data(config, folder)
-    with join(config, place, device) as groups:
-        run = Run(config=config, groups=groups, device=device, choice=choice, folder=folder, data=data)
-        finish = train_rank(run, factory)
-    finish()
-    return 0
+    with claimed(config, folder) if place.rank == 0 else nullcontext():
+        data = open_data(config, folder)
+        with join(config, place, device) as groups:
+            run = Run(config=config, groups=groups, device=device, choice=choice, folder=folder, data=data)
+            finish = train_rank(run, factory)
+        return finish()
 
 
 def open_data(config: RunConfig, folder: Path) -> GenomeData:

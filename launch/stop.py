@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,8 +12,9 @@ import torch
 
 from isozyme.parallel.communicator import Communicator
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""What asks a rank to finish its step, save a checkpoint and exit with 0."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""What asks a rank to finish its step, save a checkpoint and exit. A second SIGINT ends it at once."""
+_PROMISE = b"isozyme: finishing the step, then saving (Ctrl-C again stops at once)\n"
 
 
 class StopRequest:
@@ -30,7 +32,15 @@ class StopRequest:
         """The signal that this rank received."""
 
     def __call__(self, number: int, _frame: FrameType | None) -> None:
-        """The signal handler: remember, and go on."""
+        """The signal handler: remember, and go on.
+
+        Raises:
+            KeyboardInterrupt: at the second SIGINT.
+        """
+        if number == signal.SIGINT:
+            if self.received == number:
+                raise KeyboardInterrupt
+            os.write(2, _PROMISE)  # not print, which must not be entered a second time
         self.received = number
 
     def agreed(self) -> int | None:
@@ -41,7 +51,7 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals(world: Communicator, device: torch.device) -> Iterator[StopRequest]:
-    """Remember SIGTERM and SIGUSR1 while the context lasts (main thread only, as Python requires)."""
+    """Remember the `SIGNALS` while the context lasts (main thread only, as Python requires)."""
     request = StopRequest(world, device)
     before = {number: signal.signal(number, request) for number in SIGNALS}
     try:

@@ -55,6 +55,11 @@ class Run:
         """Whether this rank speaks for all."""
         return self.groups.world.rank == 0
 
+    @property
+    def has_results(self) -> bool:
+        """Whether a run has written into the folder before."""
+        return any((self.folder / name).exists() for name in (WEIGHTS, METRICS))
+
 
 @dataclass
 class Progress:
@@ -79,7 +84,7 @@ class Progress:
         self.dropped += int(result.dropped.sum())
 
 
-def train_rank(run: Run, factory: ModelFactory) -> Callable[[], None]:
+def train_rank(run: Run, factory: ModelFactory) -> Callable[[], int]:
     """Train on this rank, together with all others.
 
     Args:
@@ -87,7 +92,8 @@ def train_rank(run: Run, factory: ModelFactory) -> Callable[[], None]:
         factory: builds the model.
 
     Returns:
-        What is left to do when the ranks have parted: the closing report of rank 0 (nothing on the others).
+        What is left to do when the ranks have parted: the closing report of rank 0 (nothing on the others),
+        which gives the exit code.
 
     Raises:
         IsozymeError: as its parts do; `NonFiniteError` on all ranks alike.
@@ -106,25 +112,28 @@ def train_rank(run: Run, factory: ModelFactory) -> Callable[[], None]:
         clip=config.optim.clip,
         expert_bias_rate=config.model.moe.router.expert_bias_rate,
     )
+    heading = [*_heading(run, model), *messages]
     metrics = MetricsLog(run.folder / METRICS if run.is_leader else None, start)
     display = Display(shown=run.is_leader, total=config.train.steps, start=start)
-    for message in [*_heading(run, model), *messages]:
+    for message in heading:
         display.say(message)
     with display, stop_on_signals(run.groups.world, run.device) as stop:
         loop = _Loop(run, step, checkpoints, metrics, display, stop)
         progress, stopped = loop.run(start)
-    if stopped is not None:
-        name = signal.Signals(stopped).name
-        return lambda: display.say(
-            f"stopped by {name} after step {progress.done}; resume=latest goes on from there"
+        if stopped is not None:
+            return lambda: _stopped(stopped, progress.done, display)
+        # Before the evaluation, which may take long: an interrupt there must not lose what was learned.
+        save_weights(
+            run.folder / WEIGHTS,
+            model,
+            run.groups,
+            metadata={
+                "config": asdict(config),
+                "step": progress.done,
+                "genome_sha256": run.data.genome.sha256,
+            },
         )
     result = evaluate(model, _held_out(run), run.groups, run.device)
-    save_weights(
-        run.folder / WEIGHTS,
-        model,
-        run.groups,
-        metadata={"config": asdict(config), "step": progress.done, "genome_sha256": run.data.genome.sha256},
-    )
     choices = {**grouped_choices(model.choices), "optimiser": str(optimizer.choice)}
     memory = peak_memory_bytes(run.device)
     return lambda: _close(run, progress, result, choices, memory, metrics, display)
@@ -206,6 +215,13 @@ def _held_out(run: Run) -> Iterator[Batch]:
     return held_out_batches(run.data.held_out, chosen, run.groups, train.micro_batch)
 
 
+def _stopped(number: int, done: int, display: Display) -> int:
+    """The last line of a run that a signal ended early, and its exit code."""
+    name = signal.Signals(number).name
+    display.say(f"stopped by {name} after step {done}; resume=latest goes on from there")
+    return 128 + number if number == signal.SIGINT else 0
+
+
 def _heading(run: Run, model: nn.Module) -> list[str]:
     """What a run says of itself before its first step."""
     config, data = run.config, run.data
@@ -217,8 +233,10 @@ def _heading(run: Run, model: nn.Module) -> list[str]:
     return [
         f"{config.name}: {ranks} ({run.groups.topology.layout}), {config.precision}, "
         f"{run.choice.device} ({run.choice.why_device}); {local:,} parameters on rank 0",
-        f"{data.genome.source}: {train:,} bases to learn from, {held_out:,} held out",
-        f"results in {run.folder}",
+        f"{data.genome.source}: {train:,} bases to learn from, {held_out:,} held out "
+        f"({100 * data.split.share:.1f} %, {data.split.manner})",
+        f"results in {run.folder}"
+        + (", in place of an earlier run's" if config.resume is None and run.has_results else ""),
     ]
 
 
@@ -230,10 +248,10 @@ def _close(
     memory: int,
     metrics: MetricsLog,
     display: Display,
-) -> None:
+) -> int:
     """The closing report; only rank 0 has one. The Markov baseline is counted here, while nobody waits."""
     if not run.is_leader:
-        return
+        return 0
     chosen = chosen_windows(len(run.data.held_out), run.config.train.eval_windows)
     markov = run.data.markov(chosen)
     metrics.write(
@@ -262,3 +280,4 @@ def _close(
     )
     display.console.print(closing_table(summary))
     display.say(f"weights: {run.folder / WEIGHTS}; metrics: {run.folder / METRICS}")
+    return 0

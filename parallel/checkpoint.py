@@ -119,6 +119,25 @@ def load_checkpoint(
     return state
 
 
+def load_state(path: Path | str, groups: ProcessGroups) -> dict[str, Any]:
+    """The `state` of a checkpoint, without its tensors. All ranks call it together.
+
+    Raises:
+        CheckpointError: on all ranks alike if the checkpoint is incomplete, or its state damaged.
+    """
+    path = Path(path)
+
+    def read() -> dict[str, Any]:
+        index = open_index(path)
+        problem = damage(path / STATE, index.files[STATE])
+        if problem is not None:
+            raise CheckpointError(problem)
+        found: dict[str, Any] = json.loads((path / STATE).read_bytes())
+        return found
+
+    return together(groups.world, f"loading {path}", read)[0]
+
+
 def load_tensors(
     index: Index,
     tensors: NamedShards,
@@ -157,13 +176,16 @@ def open_index(path: Path) -> Index:
         CheckpointError: if the marker or the index is missing or damaged.
     """
     if not path.is_dir():
-        raise CheckpointError(f"there is no checkpoint at {path}.")
+        raise CheckpointError(
+            f"there is no checkpoint at {path}. Give a folder step_…, or `latest` for the run's newest."
+        )
     try:
         marker = (path / MARKER).read_text(errors="replace").strip()
         text = (path / INDEX).read_bytes()
     except OSError as error:
         raise CheckpointError(
-            f"{path} is not a complete checkpoint: {Path(str(error.filename)).name}: {error.strerror}."
+            f"{path} is not a complete checkpoint: {Path(str(error.filename)).name}: {error.strerror}. "
+            "Give a folder step_… whose saving was finished."
         ) from error
     if hashlib.sha256(text).hexdigest() != marker:
         raise CheckpointError(f"{path / INDEX} is damaged: its SHA-256 is not the one in {MARKER}.")
@@ -243,7 +265,7 @@ def _prepare(root: Path, partial: Path, needed: int) -> None:
     free = shutil.disk_usage(root).free
     if free < needed:
         raise CheckpointError(
-            f"no space for the checkpoint: it needs {needed} bytes, but {root} has {free} free. "
+            f"no space for the checkpoint: it needs {needed:,} bytes, but {root} has {free:,} free. "
             "Free some space, or save elsewhere"
         )
     partial.mkdir()

@@ -11,6 +11,8 @@ from isozyme.core.errors import CheckpointError
 from isozyme.parallel.checkpoint import damages, open_index, together
 from isozyme.parallel.communicator import Communicator, SingleCommunicator
 
+CHECKPOINTS = "checkpoints"
+"""Name of the folder of checkpoints within a run's folder."""
 _STEP = re.compile(r"step_(\d{8,})")
 _LEFTOVER = re.compile(r"\.step_\d{8,}\.(partial|replaced|removed)")
 
@@ -47,6 +49,14 @@ def find_latest(
     return found[0]
 
 
+def checkpoints_of(root: Path) -> list[Path]:
+    """The folders named as checkpoints are, newest first, complete or not; none where there is no `root`."""
+    if not root.is_dir():
+        return []
+    steps = [path for path in root.iterdir() if _STEP.fullmatch(path.name) and path.is_dir()]
+    return sorted(steps, key=_step, reverse=True)
+
+
 def prune(root: Path | str, keep: int) -> list[Path]:
     """Delete all but the newest `keep` complete checkpoints, and what interrupted saves have left.
 
@@ -60,7 +70,7 @@ def prune(root: Path | str, keep: int) -> list[Path]:
         raise CheckpointError(f"the newest checkpoint is never deleted: keep={keep}. Use 1 or more.")
     for leftover in [path for path in root.iterdir() if _LEFTOVER.fullmatch(path.name)]:
         shutil.rmtree(leftover)
-    complete = [path for path in _newest_first(root) if _why_unusable(path, check_files=False) is None]
+    complete = [path for path in checkpoints_of(root) if _why_unusable(path, check_files=False) is None]
     for path in complete[keep:]:
         # Renamed first: a folder that is half deleted must not look like a checkpoint.
         shutil.rmtree(path.rename(path.with_name(f".{path.name}.removed")))
@@ -69,7 +79,7 @@ def prune(root: Path | str, keep: int) -> list[Path]:
 
 def _find(root: Path, skip_damaged: bool) -> Found | None:
     skipped: list[str] = []
-    for path in _newest_first(root):
+    for path in checkpoints_of(root):
         problem = _why_unusable(path, check_files=skip_damaged)
         if problem is None:
             return Found(path=path, step=_step(path), skipped=tuple(skipped))
@@ -87,13 +97,6 @@ def _why_unusable(path: Path, *, check_files: bool) -> str | None:
     except CheckpointError as error:
         return str(error)
     return None
-
-
-def _newest_first(root: Path) -> list[Path]:
-    if not root.is_dir():
-        return []
-    steps = [path for path in root.iterdir() if _STEP.fullmatch(path.name) and path.is_dir()]
-    return sorted(steps, key=_step, reverse=True)
 
 
 def _step(path: Path) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from isozyme.core.errors import CheckpointError, ConfigError, DataError
+from isozyme.core.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from isozyme.launch.environment import ALONE
 from isozyme.launch.evaluate import evaluate_file
 from isozyme.launch.start import run_rank
@@ -151,8 +151,9 @@ def test_a_resume_with_another_problem_is_refused_with_every_difference(tmp_path
     assert "optim" not in text
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 0), (signal.SIGINT, 130)])
 def test_a_signal_saves_after_the_step_and_the_run_goes_on_from_there(
-    tmp_path: Path, fasta: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, fasta: Path, capsys: pytest.CaptureFixture[str], number: signal.Signals, code: int
 ) -> None:
     calls: list[int] = []
 
@@ -162,18 +163,115 @@ def test_a_signal_saves_after_the_step_and_the_run_goes_on_from_there(
         def before(*_: Any) -> None:
             calls.append(1)
             if len(calls) == 6:  # in the second step: four micro-batches each
-                os.kill(os.getpid(), signal.SIGUSR1)
+                os.kill(os.getpid(), number)
 
         model.register_forward_pre_hook(before)
         return model
 
     run(tmp_path / "whole", fasta)
-    assert run(tmp_path / "out", fasta, factory=interrupting) == 0
+    assert run(tmp_path / "out", fasta, factory=interrupting) == code
     assert len(calls) == 8
-    assert "stopped by SIGUSR1 after step 2" in capsys.readouterr().out
+    assert f"stopped by {number.name} after step 2" in capsys.readouterr().out
     assert not (tmp_path / "out" / WEIGHTS).exists()
     run(tmp_path / "out", fasta, "resume=latest")
     assert losses(tmp_path / "out") == losses(tmp_path / "whole")
+
+
+def test_an_evaluation_that_is_interrupted_loses_no_weights(tmp_path: Path, fasta: Path) -> None:
+    def interrupting(*arguments: Any) -> Any:
+        model = build_model(*arguments)
+
+        def before(module: Any, *_: Any) -> None:
+            if not module.training:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        model.register_forward_pre_hook(before)
+        return model
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "out", fasta, "train.steps=1", factory=interrupting)
+    assert evaluate_file(str(tmp_path / "out" / WEIGHTS), str(fasta))
+
+
+def test_a_new_run_never_mixes_its_checkpoints_with_those_of_an_older_one(
+    tmp_path: Path, fasta: Path
+) -> None:
+    run(tmp_path / "out", fasta, "train.checkpoint_every=3")
+    before = losses(tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"resume=null, and .*step_00000006 exists\. Set resume=latest"):
+        run(tmp_path / "out", fasta, "train.checkpoint_every=1", "train.steps=2")
+    assert losses(tmp_path / "out") == before
+
+
+def test_a_folder_belongs_to_one_run_at_a_time(tmp_path: Path, fasta: Path) -> None:
+    def meddling(*arguments: Any) -> Any:
+        with pytest.raises(ConfigError, match=rf"is in use by process {os.getpid()} on"):
+            run(tmp_path / "out", fasta, "train.steps=1")
+        return build_model(*arguments)
+
+    assert run(tmp_path / "out", fasta, "train.steps=1", factory=meddling) == 0
+    assert run(tmp_path / "out", fasta, "train.steps=1") == 0
+
+
+def test_a_second_run_says_that_it_replaces_the_results_of_the_first(
+    tmp_path: Path, fasta: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for replaces in (False, True):
+        run(tmp_path / "out", fasta, "train.steps=1")
+        assert ("in place of an earlier run's" in capsys.readouterr().out) == replaces
+
+
+def test_a_checkpoint_past_the_last_step_is_refused_and_one_at_it_is_evaluated(
+    tmp_path: Path, fasta: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path / "out", fasta, "train.checkpoint_every=4", "train.steps=4")
+    with pytest.raises(CheckpointError, match=r"train\.steps: 4 steps done, 3 wanted now"):
+        run(tmp_path / "out", fasta, "resume=latest", "train.steps=3")
+    capsys.readouterr()
+    assert run(tmp_path / "out", fasta, "resume=latest", "train.steps=4") == 0
+    shown = capsys.readouterr().out
+    assert "no step is left" in shown
+    assert "tokens/s" not in shown
+
+
+def test_a_resume_with_another_model_is_refused_by_its_settings_and_not_by_its_tensors(
+    tmp_path: Path, fasta: Path
+) -> None:
+    run(tmp_path / "out", fasta, "train.checkpoint_every=1", "train.steps=1")
+    with pytest.raises(CheckpointError, match=r"model\.num_layers: 2 in the checkpoint, 3 now") as raised:
+        run(tmp_path / "out", fasta, "resume=latest", "model.num_layers=3")
+    assert "missing" not in str(raised.value)
+
+
+def test_weights_that_hold_nan_are_not_scored(tmp_path: Path, fasta: Path) -> None:
+    def spoiled(*arguments: Any) -> Any:
+        model = build_model(*arguments)
+
+        def before(module: Any, *_: Any) -> None:
+            if not module.training:
+                next(module.parameters()).data.fill_(float("nan"))
+
+        model.register_forward_pre_hook(before)
+        return model
+
+    with pytest.raises(NonFiniteError, match=r"its sum over [\d,]+ labels is nan"):
+        run(tmp_path / "out", fasta, "train.steps=1", factory=spoiled)
+
+
+def test_metrics_that_cannot_be_written_say_what_to_do(tmp_path: Path, fasta: Path) -> None:
+    (tmp_path / "out" / METRICS).mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl; Is a directory.*set out=PATH"):
+        run(tmp_path / "out", fasta, "train.steps=1")
+
+
+def test_a_genome_without_a_known_base_is_refused_before_training(tmp_path: Path) -> None:
+    unknown = tmp_path / "unknown.fa"
+    unknown.write_text(f">one\n{'N' * 2000}\n")
+    with pytest.raises(DataError, match=r"unknown\.fa; the training part has 1,800 letters"):
+        run(tmp_path / "out", unknown)
+    unknown.write_text(f">one\n{letters(1800)}{'N' * 200}\n")
+    with pytest.raises(DataError, match=r"unknown\.fa; the held-out part has 200 letters"):
+        run(tmp_path / "out", unknown)
 
 
 def test_trained_weights_score_a_genome_as_the_run_did(tmp_path: Path) -> None:
