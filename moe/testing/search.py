@@ -71,6 +71,7 @@ def search(
     """
     began, judged = time.monotonic(), 0
     failing: list[Violation] = []
+    refuted: dict[str, Drawn] = {}
 
     def one(world: Drawn) -> None:
         nonlocal judged
@@ -82,6 +83,7 @@ def search(
         except Violation as violation:
             violation.replay = world.line()
             failing.append(violation)
+            refuted[violation.replay] = world
             raise
 
     run = settings(
@@ -97,8 +99,9 @@ def search(
     )(hypothesis.seed(seed)(given(drawn)(one)))
     found, late = _run(run, failing)
     if found:
-        found[0].others = found[1:]
-        raise found[0]
+        first = found[0] if _fails(judge, refuted[found[0].replay]) else _unrepeatable(found[0])
+        first.others = found[1:]
+        raise first
     return Report(worlds=judged, seconds=time.monotonic() - began, out_of_time=late)
 
 
@@ -144,6 +147,14 @@ def _run(run: Callable[[], None], failing: Sequence[Violation]) -> tuple[list[Vi
             smallest[error.invariant] = error.with_traceback(None)
     order = list(CLAIMS)
     return sorted(smallest.values(), key=lambda violation: order.index(violation.invariant)), late
+
+
+def _fails(judge: Callable[[Drawn], None], world: Drawn) -> bool:
+    try:
+        judge(world)
+    except Violation:
+        return True
+    return False
 
 
 def _unrepeatable(violation: Violation) -> Violation:

@@ -56,7 +56,7 @@ FAULTS: dict[type[Any], set[str]] = {
 
 def refuted(factory: Callable[[Place], Any], promises: Promises | None = None, **options: Any) -> Violation:
     with pytest.raises(Violation) as caught:
-        check_dispatcher(factory, style="torch", promises=promises, **{"seconds": 1.5, **options})
+        check_dispatcher(factory, style="torch", promises=promises, **{"seconds": 1.0, **options})
     return caught.value
 
 
@@ -71,12 +71,10 @@ def test_the_right_one_passes() -> None:
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_fault_is_found_within_its_budget_by_the_claim_that_it_breaks(fault: type[Any]) -> None:
     promises = Promises(filler=fault is wrong.ReadsTheFiller)
-    began = time.monotonic()
+    began = time.process_time()
     violation = refuted(fault, promises)
     assert violation.invariant in FAULTS[fault]
-    assert time.monotonic() - began < 8.0, (
-        "the budget of 1.5 s was not kept (the bound is loose, for busy machines)"
-    )
+    assert time.process_time() - began < 4.0  # of the processor; the budget is 1 s by the clock
     again = refuted(fault, promises, replay=violation.replay)
     assert again.invariant == violation.invariant
     assert again.finding == violation.finding
@@ -100,13 +98,13 @@ def test_state_that_ranks_share_shows_as_dependence_on_the_schedule() -> None:
 
 
 def test_state_that_outlives_a_run_is_told_from_other_faults() -> None:
-    violation = refuted(wrong.fails_every_third_run())
+    violation = refuted(wrong.fails_once())
     assert violation.invariant == "a_world_repeats"
     assert "passed when it was run again" in violation.finding
 
 
-def test_a_small_fault_gets_a_small_world_without_a_schedule() -> None:
-    violation = refuted(wrong.AnotherRanksRow, seconds=20.0, examples=30)
+def test_a_small_fault_gets_a_small_world_without_a_schedule(endless_time: None) -> None:
+    violation = refuted(wrong.AnotherRanksRow, examples=30)
     world = parse(violation.replay)
     assert (world.ranks, world.topk, world.schedule, world.delay) == (2, 1, (), None)
     assert sum(map(len, world.ids)) == 2
@@ -152,8 +150,8 @@ def test_an_error_of_a_rank_is_kept_as_the_cause() -> None:
     assert "ZeroDivisionError" in violation.finding
 
 
-def test_the_search_is_repeatable() -> None:
-    one, two = (refuted(wrong.ForeignWeights, seconds=30.0, examples=20, seed=3) for _ in range(2))
+def test_the_search_is_repeatable(endless_time: None) -> None:
+    one, two = (refuted(wrong.ForeignWeights, examples=20, seed=3) for _ in range(2))
     assert (one.replay, one.finding) == (two.replay, two.finding)
 
 

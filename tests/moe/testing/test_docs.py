@@ -23,7 +23,7 @@ def blocks(name: str) -> list[tuple[str, str, str]]:
     return BLOCK.findall((DOCS / name).read_text())
 
 
-def test_the_tutorials_code_runs_and_prints_what_is_shown() -> None:
+def test_the_tutorials_code_runs_and_prints_what_is_shown(endless_time: None) -> None:
     namespace: dict[str, Any] = {}
     shown = []
     for raised_by, language, text in blocks("tutorial.md"):
