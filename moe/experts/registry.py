@@ -161,7 +161,7 @@ MXFP8_EMULATED = Backend(
 )
 
 BACKENDS: tuple[Backend, ...] = (TE_FUSED, GROUPED_MM_FUSED, TE, GROUPED_MM, LOOP, MXFP8_EMULATED, TE_OPS)
-"""All backends, in the order in which `auto` tries them: the fastest first, as docs/benchmarks/h200.md has it."""
+"""All backends, in the order in which `auto` tries them: the fastest first (docs/benchmarks/h200.md)."""
 
 
 def choose_backend(
