@@ -124,6 +124,29 @@ def test_the_loss_is_the_mean_over_all_valid_labels() -> None:
     assert trial.run(batches)[0].loss == pytest.approx(by_hand, rel=1e-12)
 
 
+def test_the_gradient_is_that_of_three_terms_each_divided_by_its_own_count() -> None:
+    trial = Trial("optim.clip=0")
+    batches = trial.batches()
+    totals = totals_of(batches)
+    assert len({totals.valid_labels, totals.windows, totals.real_tokens}) == 3
+    plain, _ = model_on(trial.config)  # the same weights, without a gradient buffer
+    outputs = [plain(batch) for batch in batches]
+    terms = (
+        sum(output.loss_sum for output in outputs) / totals.valid_labels,
+        sum(stats.aux_loss for output in outputs for stats in output.stats) / totals.windows,
+        sum(stats.z_loss for output in outputs for stats in output.stats) / totals.real_tokens,
+    )
+    named = {name: tensor for name, tensor, spec in named_shards(plain) if spec.kind == "parameter"}
+    parts = [
+        torch.autograd.grad(term, list(named.values()), retain_graph=True, materialize_grads=True)
+        for term in terms
+    ]
+    for part in parts:
+        router = part[list(named).index("layers.0.moe.router.weight")]
+        assert router.abs().max() > 1e-7, "a term without a gradient could be left out unseen"
+    assert_same(trial.run(batches)[1], {name: sum(each) for name, *each in zip(named, *parts, strict=True)})
+
+
 def test_expert_bias_moves_only_where_it_has_a_rate() -> None:
     for rate, moves in ((0.01, True), (0.0, False)):
         trial = Trial(f"model.moe.router.expert_bias_rate={rate}")

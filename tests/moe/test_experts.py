@@ -341,6 +341,28 @@ def test_the_stack_hands_each_parameter_its_slice_of_the_gradient() -> None:
     assert all((p.grad == 1).all() for p in module.down)
 
 
+def test_a_gradient_buffer_gets_the_sums_and_empty_experts_leave_it_as_it_was() -> None:
+    plain, buffered = weights(), weights()
+    for parameters in (buffered.gate_up, buffered.down):
+        before = torch.full((4, *parameters[0].shape), 7.0, dtype=torch.float64)
+        for parameter, view in zip(parameters, before.unbind(0), strict=True):
+            parameter.main_grad = view
+    for module in (plain, buffered):
+        torch.manual_seed(0)
+        for counts in ([3, 0, 2, 0], [0, 0, 4, 0]):
+            dispatched = make_dispatched(counts, dtype=torch.float64, spare=1)
+            rows = loop_experts(dispatched.rows, dispatched.probs, *module.stacks(), dispatched)
+            rows[: sum(counts)].square().sum().backward()
+    for (name, parameter), other in zip(plain.named_parameters(), buffered.parameters(), strict=True):
+        assert other.grad is None
+        if name.endswith((".1", ".3")):  # experts without a row in any micro-batch
+            assert (other.main_grad == 7).all()
+        else:
+            assert parameter.grad is not None
+            assert parameter.grad.abs().max() > 0
+            torch.testing.assert_close(other.main_grad, 7 + parameter.grad, rtol=0, atol=1e-11)
+
+
 def test_gate_is_the_first_half_of_the_stack() -> None:
     module = weights()
     gate_up, _ = module.stacks()
