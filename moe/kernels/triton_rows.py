@@ -18,8 +18,8 @@ def _scatter_kernel(tokens, slot_row, rows, hidden, K: tl.constexpr, BLOCK: tl.c
     inside = columns < hidden
     values = tl.load(tokens + token * hidden + columns, mask=inside)
     for k in tl.static_range(K):
-        row = tl.load(slot_row + token * K + k).to(tl.int64)
-        tl.store(rows + row * hidden + columns, values, mask=inside & (row >= 0))
+        place = tl.load(slot_row + token * K + k).to(tl.int64) * hidden + columns
+        tl.store(rows + place, values, mask=inside & (place >= 0))
 
 
 @triton.jit
@@ -44,8 +44,8 @@ def _gather_kernel(rows, slot_row, tokens, hidden, K: tl.constexpr, BLOCK: tl.co
     inside = columns < hidden
     total = tl.zeros((BLOCK,), dtype=WIDE)
     for k in tl.static_range(K):
-        row = tl.load(slot_row + token * K + k).to(tl.int64)
-        total += tl.load(rows + row * hidden + columns, mask=inside & (row >= 0), other=0.0).to(WIDE)
+        place = tl.load(slot_row + token * K + k).to(tl.int64) * hidden + columns
+        total += tl.load(rows + place, mask=inside & (place >= 0), other=0.0).to(WIDE)
     tl.store(tokens + token * hidden + columns, total.to(tokens.dtype.element_ty), mask=inside)
 
 
