@@ -56,8 +56,8 @@ class PaddedAllToAllDispatcher:
         group, experts = self.placement.communicator, self.placement.num_local_experts
         counts = (group.size * self.capacity,) * experts
         return Dispatched(
-            rows=rearrange(rows, "(r e c) h -> (e r c) h", e=experts, c=self.capacity),
-            probs=rearrange(probs, "(r e c) -> (e r c)", e=experts, c=self.capacity),
+            rows=rearrange(rows, "(r e c) h -> (e r c) h", r=group.size, e=experts, c=self.capacity),
+            probs=rearrange(probs, "(r e c) -> (e r c)", r=group.size, e=experts, c=self.capacity),
             tokens_per_expert=torch.full((experts,), counts[0], device=tokens.device),
             num_rows=sum(counts),
             host_counts=counts,
@@ -68,7 +68,13 @@ class PaddedAllToAllDispatcher:
         """Send the buffers back, and add up each token's rows; what experts made of filler is not read."""
         handle: _Handle = dispatched.handle
         experts = self.placement.num_local_experts
-        by_rank = rearrange(rows[: dispatched.num_rows], "(e r c) h -> (r e c) h", e=experts, c=self.capacity)
+        by_rank = rearrange(
+            rows[: dispatched.num_rows],
+            "(e r c) h -> (r e c) h",
+            r=self.placement.communicator.size,
+            e=experts,
+            c=self.capacity,
+        )
         return restore(self._exchange(by_rank), handle.by_token)
 
     def _exchange(self, x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from isozyme.moe.dispatch_alltoall import AllToAllDispatcher
 from isozyme.moe.dispatch_local import LocalDispatcher
 from isozyme.moe.dispatch_padded import PaddedAllToAllDispatcher
 from isozyme.moe.placement import ExpertPlacement
-from isozyme.moe.types import Dispatcher
+from isozyme.moe.types import Dispatcher, Routing
 from isozyme.parallel.process_groups import ProcessGroups, SingleWorld
 from isozyme.parallel.simulated import SimulatedWorld, simulate
 from tests.moe.dispatch_case import Case, fullest, reference, run
@@ -190,3 +190,24 @@ def test_experts_that_ep_does_not_divide_are_refused() -> None:
             ExpertPlacement.of(ProcessGroups(Topology(EP2), world), 5)
 
     simulate(2, program)
+
+
+def test_buffers_of_no_rows_at_all_are_exchanged_too() -> None:
+    """Nobody keeps a slot, and the capacity is zero: zeros come back, and gradients are zero."""
+
+    def program(world: SimulatedWorld) -> tuple[float, float]:
+        placement = ExpertPlacement.of(ProcessGroups(Topology(Layout(dp=2, ep=2)), world), 4)
+        dispatcher = PaddedAllToAllDispatcher(placement, 0)
+        tokens = torch.randn(3, 2, requires_grad=True)
+        routing = Routing(
+            topk_ids=torch.zeros(3, 1, dtype=torch.int64),
+            topk_probs=torch.ones(3, 1),
+            kept=torch.zeros(3, 1, dtype=torch.bool),
+            num_experts=4,
+        )
+        dispatched = dispatcher.dispatch(tokens, routing)
+        out = dispatcher.combine(dispatched.rows, dispatched)
+        (grad,) = torch.autograd.grad(out.sum(), tokens)
+        return out.abs().sum().item(), grad.abs().sum().item()
+
+    assert simulate(2, program) == [(0.0, 0.0)] * 2
