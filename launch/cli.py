@@ -17,8 +17,10 @@ import importlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 from isozyme import __version__
 from isozyme.core.errors import ConfigError, did_you_mean
@@ -48,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     if given[:1] and given[0] in _MODULES:
         module, rest = _MODULES[given[0]][0], given[1:]
-        return _guarded(lambda: importlib.import_module(module).main(rest))
+        return _guarded(lambda: _load(module).main(rest))
     arguments = parser().parse_args(given)
     return _guarded(lambda: arguments.run(arguments))
 
@@ -95,16 +97,26 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def _train(arguments: argparse.Namespace) -> int:
-    from isozyme.launch.start import train
+def _load(module: str) -> Any:
+    """Import a module that needs torch; Ctrl-C ends the process, since torch cannot be half imported."""
+    if threading.current_thread() is not threading.main_thread():
+        return importlib.import_module(module)
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        return importlib.import_module(module)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
-    return train(arguments.recipe, arguments.overrides, os.environ)
+
+def _train(arguments: argparse.Namespace) -> int:
+    start = _load("isozyme.launch.start")
+    code: int = start.train(arguments.recipe, arguments.overrides, os.environ)
+    return code
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    from isozyme.launch.evaluate import evaluate_file
-
-    for line in evaluate_file(arguments.weights, arguments.fasta, arguments.overrides):
+    evaluate = _load("isozyme.launch.evaluate")
+    for line in evaluate.evaluate_file(arguments.weights, arguments.fasta, arguments.overrides):
         print(line)
     return 0
 

@@ -197,7 +197,7 @@ def _conclude(ranks: _Ranks, requests: _Requests, topology: Topology, folder: Pa
             continue
         first_line = failure.message.splitlines()[0] if failure.message else ""
         print(f"  rank {failure.rank} then: {failure.kind}: {first_line}", file=sys.stderr)
-    for rank in sorted(ranks.killed - ranks.suspended):
+    for rank in sorted(ranks.killed - ranks.suspended - told):
         print(f"  rank {rank} said nothing and was stopped by the launcher", file=sys.stderr)
     return cause.exit_code
 
