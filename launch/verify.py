@@ -16,6 +16,11 @@ and `.experts` name what is under test; a model with other parts may ignore them
 for score gaps if it has `routing_flips(tokens, token_valid, override)`, as `isozyme.moe.router.Router` has;
 else any flip is a fault.
 
+    isozyme verify --all [RECIPE] [--workers N]
+
+runs a fixed list of layouts and kinds of models (`isozyme.launch.verify_families`): each axis alone, each
+pair, all together, and more. Without a recipe it takes a model that has everything.
+
     isozyme verify RECIPE --faults
 
 runs faults made on purpose (`isozyme.launch.verify_faults`) and succeeds if every one of them is found.
@@ -37,11 +42,14 @@ from isozyme.core.config import RunConfig
 from isozyme.core.errors import ConfigError
 from isozyme.launch.cli import parse_layout
 from isozyme.launch.compose import compose
+from isozyme.launch.verify_all import Subject, families_of, verify_families
+from isozyme.launch.verify_families import DEFAULT_MODEL, DEFAULT_RECIPE
 from isozyme.launch.verify_judge import Reference
-from isozyme.launch.verify_plan import BOTH, default_layouts, find_faults, prepare, verify
-from isozyme.launch.verify_report import fault_table, print_outcomes
+from isozyme.launch.verify_plan import BOTH, default_layouts, prepare, verify
+from isozyme.launch.verify_report import fault_table, print_outcomes, print_verdicts
 from isozyme.launch.verify_routing import load_by_layer
 from isozyme.launch.verify_run import Experiment
+from isozyme.launch.verify_trials import find_faults
 from isozyme.models.decoder import build_model
 from isozyme.models.types import ModelFactory
 
@@ -53,7 +61,12 @@ AXES = ("tp", "cp", "dp", "pp", "ep", "etp", "order")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of the subcommand."""
-    parser.add_argument("recipe", metavar="RECIPE", help="name of a recipe, or path of a YAML file")
+    parser.add_argument(
+        "recipe",
+        nargs="?",
+        metavar="RECIPE",
+        help="name of a recipe, or path of a YAML file (optional with --all)",
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the recipe")
     parser.add_argument(
         "--layouts",
@@ -72,6 +85,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="default: alltoall allgather",
     )
     parser.add_argument("--seed", type=int, help="seed of weights and data; the recipe's by default")
+    parser.add_argument(
+        "--all", action="store_true", help="verify the fixed list of layouts and kinds of models"
+    )
+    parser.add_argument("--workers", type=int, default=1, help="processes for --all (default 1)")
     parser.add_argument("--faults", action="store_true", help="check that faults made on purpose are found")
 
 
@@ -89,13 +106,22 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: if a layout, an override or the named model is no good; nothing has been run then.
     """
     layouts, overrides = _split(arguments.layouts, arguments.overrides)
-    config = compose(arguments.recipe, overrides)
-    if arguments.seed is not None:
-        config = replace(config, seed=arguments.seed)
+    recipe: str | None = arguments.recipe
+    if recipe is not None and "=" in recipe:
+        recipe, overrides = None, [recipe, *overrides]
     factory = build_model if arguments.model is None else load_factory(arguments.model)
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH)
+    if arguments.all:
+        return 0 if _all(recipe, overrides, arguments, factory, console) else 1
+    if recipe is None:
+        raise ConfigError(
+            "name a recipe to verify: for instance isozyme verify L0_sanity. Only --all does without."
+        )
+    config = compose(recipe, overrides)
+    if arguments.seed is not None:
+        config = replace(config, seed=arguments.seed)
     if arguments.faults:
         return 0 if _faults(config, factory, console) else 1
     parsed = [parse_layout(text) for text in layouts] or default_layouts(config)
@@ -137,11 +163,42 @@ def load_factory(name: str) -> ModelFactory:
     return found
 
 
+def _all(
+    recipe: str | None,
+    overrides: Sequence[str],
+    arguments: argparse.Namespace,
+    factory: ModelFactory,
+    console: Console,
+) -> bool:
+    if arguments.layouts or arguments.dispatchers:
+        raise ConfigError(
+            "--all brings its own layouts and dispatchers: leave --layouts and --dispatchers out."
+        )
+    subject = Subject(
+        recipe=recipe or DEFAULT_RECIPE,
+        overrides=(*(() if recipe else DEFAULT_MODEL), *overrides),
+        seed=arguments.seed,
+        factory=factory,
+    )
+    families = families_of(subject)
+    with console.status("running") as status:
+        verdicts = verify_families(
+            subject,
+            families,
+            dtypes=DTYPES[arguments.dtype],
+            workers=arguments.workers,
+            progress=lambda family: status.update(f"{family.name} is done"),
+        )
+    return print_verdicts(verdicts, console)
+
+
 def _faults(config: RunConfig, factory: ModelFactory, console: Console) -> bool:
-    found = find_faults(config, factory)
-    console.print(fault_table(found))
-    missed = [fault.name for fault, outcome in found if outcome.passed]
-    console.print(f"MISSED: {', '.join(missed)}" if missed else f"all {len(found)} faults are found")
+    trials = find_faults(config, factory)
+    console.print(fault_table(trials))
+    missed = [trial.fault.name for trial in trials if trial.missed]
+    made = sum(trial.outcome is not None for trial in trials)
+    rest = f"; {len(trials) - made} cannot be made with this recipe" if made < len(trials) else ""
+    console.print(f"MISSED: {', '.join(missed)}" if missed else f"all {made} faults are found{rest}")
     return not missed
 
 

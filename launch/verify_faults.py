@@ -1,13 +1,13 @@
 """Faults of distributed training, made on purpose: verification that misses one of them is worth nothing.
 
-Each is one that users of training systems have met. A fault wraps what a run is made of (its world, its
-configuration, its built model, the moment after a step); no code is patched.
+Each is one that users of training systems have met. Here are those of experts and replicas; those of the
+other axes are in `isozyme.launch.verify_faults_axes`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,87 +15,22 @@ from torch import Tensor, nn
 
 from isozyme.core.batch import Batch
 from isozyme.core.config import RunConfig
+from isozyme.launch.verify_faults_axes import AXIS_FAULTS
+from isozyme.launch.verify_tamper import Altered, Change, Fault, TamperedWorld
 from isozyme.models.types import ModelOutput
 from isozyme.moe.experts.storage import ExpertWeights
 from isozyme.moe.router import Router
 from isozyme.moe.types import RouterStats, Routing
 from isozyme.parallel.communicator import Call, Communicator, Finished, Pending
-from isozyme.parallel.process_groups import ProcessGroups, World
+from isozyme.parallel.process_groups import ProcessGroups
 from isozyme.parallel.shard_spec import attach, named_shards, spec_of
-
-Tamper = Callable[[Communicator, Call], Pending | None]
-"""Looks at a call of a group: returns what comes of it, or None to make the call as it is."""
-Change = Callable[[nn.Module, ProcessGroups], nn.Module]
-"""Changes or wraps the model that a rank has built."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fault:
-    """One thing that goes wrong on a layout of more than one rank (the reference is left in order)."""
-
-    name: str
-    says: str
-    """What goes wrong, in words."""
-    world: Callable[[World], World] | None = None
-    """Wraps the transport."""
-    config: Callable[[RunConfig, ProcessGroups], RunConfig] | None = None
-    """Changes the configuration that one rank builds its model from."""
-    model: Change | None = None
-    after_step: Callable[[nn.Module, ProcessGroups], None] | None = None
-    """Runs on every rank after every step."""
-    dispatcher: str = "alltoall"
-    """Where it shows."""
-
-
-class TamperedWorld:
-    """A world whose communicators of some names are tampered with.
-
-    Args:
-        world: the world in order.
-        names: which groups, such as `ep`; all if empty.
-        tamper: what happens to their calls.
-    """
-
-    def __init__(self, world: World, names: Sequence[str], tamper: Tamper) -> None:
-        self._world, self._names, self._tamper = world, tuple(names), tamper
-        self.rank, self.size = world.rank, world.size
-
-    def split(self, name: str, partition: Sequence[tuple[int, ...]]) -> Communicator:
-        """The communicator of this rank's part."""
-        communicator = self._world.split(name, partition)
-        wrong = communicator.size > 1 and (not self._names or name in self._names)
-        return _Tampered(communicator, self._tamper) if wrong else communicator
-
-
-class _Tampered(Communicator):
-    def __init__(self, inner: Communicator, tamper: Tamper) -> None:
-        super().__init__(inner.name, inner.ranks, inner.rank)
-        self._inner, self._tamper = inner, tamper
-
-    def _start(self, call: Call) -> Pending:
-        result = self._tamper(self._inner, call)
-        return self._inner._start(call) if result is None else result
-
-
-class _Shifted(Pending):
-    """The rows of a call, each in the place of the one before it."""
-
-    def __init__(self, pending: Pending) -> None:
-        self._pending = pending
-        self._result: Tensor | None = None
-
-    def wait(self) -> Any:
-        result: Tensor = self._pending.wait()
-        if self._result is None:
-            self._result = result.copy_(result.roll(1, dims=0))
-        return self._result
 
 
 def _shift_rows(inner: Communicator, call: Call) -> Pending | None:
     rows = call.output
     if call.kind != "all_to_all" or rows is None or rows.ndim != 2 or not rows.is_floating_point():
         return None
-    return _Shifted(inner._start(call))
+    return Altered(inner._start(call), lambda rows: rows.roll(1, dims=0))
 
 
 def _slice_only(inner: Communicator, call: Call) -> Pending | None:
@@ -288,5 +223,6 @@ FAULTS: tuple[Fault, ...] = (
         says="rows of the right shape arrive one place late",
         world=lambda world: TamperedWorld(world, ["ep", "etp+ep"], _shift_rows),
     ),
+    *AXIS_FAULTS,
 )
 """All of them; `isozyme verify RECIPE --faults` runs each and wants each to be found."""

@@ -10,10 +10,11 @@ import torch
 from isozyme.core.errors import BackendError, ConfigError, IsozymeError
 from isozyme.core.topology import Topology
 from isozyme.launch.verify_compare import Comparison, compare
-from isozyme.launch.verify_faults import Fault
+from isozyme.launch.verify_flips import changed_choices, changed_drops, first_differences
 from isozyme.launch.verify_hints import SHOWN, hints, symptoms
-from isozyme.launch.verify_routing import Flip, Key, WindowRouting, changed_choices, changed_drops
+from isozyme.launch.verify_routing import Flip, Key, WindowRouting
 from isozyme.launch.verify_run import Experiment, Observation, Setting, observe, reference_setting
+from isozyme.launch.verify_tamper import Fault
 
 TOLERANCE: Mapping[torch.dtype, float] = {torch.float64: 1e-9, torch.float32: 1e-5}
 """Largest relative difference of losses, gradients, norm and weights."""
@@ -92,8 +93,8 @@ def judge(
 ) -> Outcome:
     """Run one setting and compare it with the reference.
 
-    In fp64 the layout routes by itself; only where its choices differ is it run again with those of the
-    reference, to see by what gap. In fp32 they are always replayed.
+    In fp64 the layout routes by itself; only where its choices, or what capacity drops, differ is it run
+    again with those of the reference, to see by what gap. In fp32 they are always replayed.
 
     Args:
         experiment: model and data.
@@ -123,24 +124,25 @@ def _run(
     experiment: Experiment, setting: Setting, reference: Reference, fault: Fault | None
 ) -> tuple[Observation, list[Flip]]:
     """The run to compare, and how its routing differs from that of the reference."""
+    differs: list[Flip] = []
     if setting.exact:
         native = observe(experiment, setting, fault=fault)
+        num_real, batch = experiment.windows.num_real, experiment.config.train.global_batch
         chosen = [
             flip
             for routings in native.routings
-            for flip in changed_choices(routings, reference.routings, experiment.windows.num_real)
+            for flip in changed_choices(routings, reference.routings, num_real)
         ]
-        if not chosen:
-            return native, _ordered(changed_drops(native.routings, reference.routings))
+        differs = first_differences(chosen, changed_drops(native.routings, reference.routings), batch)
+        if not differs:
+            return native, []
     replayed = observe(experiment, setting, replay=reference.routings, fault=fault)
-    flips = _ordered(replayed.flips)
-    if setting.exact and not flips:
-        # The model flipped by itself, but not when replayed, or its routers cannot say: no gap excuses it.
-        flips = _ordered(chosen)
-    return replayed, flips
+    known = {flip.place for flip in replayed.flips}
+    # What differs by itself but not when replayed (or routers cannot say) is excused by its own gap alone.
+    return replayed, _ordered([*replayed.flips, *(flip for flip in differs if flip.place not in known)])
 
 
 def _ordered(flips: Sequence[Flip]) -> list[Flip]:
     """Each once (all ranks of a window report the same), windows in order, which is that of the steps."""
-    unique = {(f.window, f.position, f.layer, f.dropped): f for f in sorted(flips, key=lambda f: f.gap)}
+    unique = {flip.place: flip for flip in sorted(flips, key=lambda f: f.gap)}
     return sorted(unique.values(), key=lambda f: (f.window, f.layer, f.position))

@@ -1,4 +1,4 @@
-"""What `isozyme verify` runs: which layouts, dispatchers, backends and faults, of a reduced model."""
+"""What `isozyme verify` runs: which layouts, dispatchers and backends, of a reduced model."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from dataclasses import replace
 import torch
 
 from isozyme.core.config import RunConfig
-from isozyme.core.errors import ConfigError, Rules, divisors
+from isozyme.core.errors import Rules
 from isozyme.core.tensor import tensor_problems
 from isozyme.core.topology import Layout, Topology
-from isozyme.launch.verify_faults import FAULTS, Fault
 from isozyme.launch.verify_judge import Outcome, Reference, judge
 from isozyme.launch.verify_reduced import Windows, reduced
 from isozyme.launch.verify_run import Experiment, Setting
@@ -123,50 +122,3 @@ def default_layouts(config: RunConfig) -> list[Layout]:
         layouts += [Layout(dp=2, ep=2), Layout(dp=4, ep=2)]
     wanted = config.layout.resolved()
     return layouts if wanted in layouts or Topology(wanted).world_size > 8 else [*layouts, wanted]
-
-
-def fault_layout(config: RunConfig) -> Layout:
-    """The smallest layout at which every fault can show: experts spread over ranks, and replicas of them.
-
-    Raises:
-        ConfigError: if the model's experts cannot be spread.
-    """
-    experts = config.model.moe.router.num_experts
-    if experts < 2 or "M" not in config.model.layer_kinds():
-        raise ConfigError(
-            f"--faults needs experts on several ranks: model.moe.router.num_experts={experts}, "
-            f"model.pattern={config.model.pattern}. Use a recipe with at least two experts."
-        )
-    ep = divisors(experts)[1]
-    return Layout(dp=2 * ep, ep=ep)
-
-
-def find_faults(config: RunConfig, factory: ModelFactory = build_model) -> list[tuple[Fault, Outcome]]:
-    """Make each fault on purpose and see whether verification finds it.
-
-    Args:
-        config: the run; the auxiliary losses are turned on if they are off.
-        factory: builds the model.
-
-    Raises:
-        ConfigError: if the model fails without any fault, which would make this meaningless.
-    """
-    router = config.model.moe.router
-    lossy = replace(router, aux_loss=router.aux_loss or 0.01, z_loss=router.z_loss or 1e-3)
-    moe = replace(config.model.moe, router=lossy, capacity_factor=None, pad_to_capacity=False)
-    config = replace(config, model=replace(config.model, moe=moe))
-    layout = fault_layout(config)
-    experiment = prepare(config, [layout], factory)
-    reference = Reference.of(experiment, torch.float64)
-    found = []
-    for name in sorted({fault.dispatcher for fault in FAULTS}):
-        healthy = judge(experiment, _at(layout, name), reference)
-        if not healthy.passed:
-            raise ConfigError(f"the model fails without a fault: {healthy.explain()}\nRepair it first.")
-    for fault in FAULTS:
-        found.append((fault, judge(experiment, _at(layout, fault.dispatcher), reference, fault=fault)))
-    return found
-
-
-def _at(layout: Layout, dispatcher: str) -> Setting:
-    return Setting(layout=layout, dtype=torch.float64, dispatcher=dispatcher, experts="loop")

@@ -9,53 +9,67 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from isozyme.launch.verify_all import Verdict
 from isozyme.launch.verify_compare import Comparison, Kind
-from isozyme.launch.verify_faults import Fault
 from isozyme.launch.verify_judge import FLIP_GAP, TOLERANCE, Outcome
+from isozyme.launch.verify_trials import Trial
 
 
-def outcome_table(outcomes: Iterable[Outcome]) -> Table:
-    """One line a setting: the largest differences from the reference, and the verdict."""
+def outcome_table(outcomes: Iterable[Outcome], kinds: Sequence[str] = ()) -> Table:
+    """One line a setting: the largest differences from the reference, and the verdict.
+
+    Args:
+        outcomes: of the settings.
+        kinds: for each of them what kind of model it was; none if it was always the same.
+    """
     table = Table(
         title="largest differences from one rank with loop experts",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         pad_edge=False,
     )
+    if kinds:
+        table.add_column("kind", overflow="fold")
     for heading in ("layout", "dtype", "dispatcher", "experts"):
         table.add_column(heading, no_wrap=True)
     for heading in ("loss", "gradient", "norm", "weights", "flips"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("worst gradient", overflow="fold")
+    if not kinds:
+        table.add_column("worst gradient", overflow="fold")
     table.add_column("verdict", no_wrap=True)
-    for outcome in outcomes:
+    for number, outcome in enumerate(outcomes):
         setting, found = outcome.setting, outcome.comparison
         worst = found.worst("gradient") if found is not None else None
         table.add_row(
+            *kinds[number : number + 1],
             str(setting.layout),
             _short(str(setting.dtype)),
             setting.dispatcher,
             setting.experts,
             *_numbers(found),
             str(len(outcome.flips)),
-            worst.name if worst is not None and worst.error > 0 else "",
+            *([] if kinds else [worst.name if worst is not None and worst.error > 0 else ""]),
             _verdict(outcome.passed),
         )
     return table
 
 
-def fault_table(found: Sequence[tuple[Fault, Outcome]]) -> Table:
+def fault_table(trials: Sequence[Trial]) -> Table:
     """One line a fault: whether verification finds it, and by what."""
     table = Table(title="faults made on purpose: each must be found")
-    for heading in ("fault", "what goes wrong", "found by", "verdict"):
+    for heading in ("fault", "what goes wrong", "where", "found by", "verdict"):
         table.add_column(heading, overflow="fold", no_wrap=heading == "verdict")
-    for fault, outcome in found:
-        table.add_row(
-            fault.name,
-            fault.says,
-            Text(evidence(outcome)),
-            Text("found", style="green") if not outcome.passed else Text("MISSED", style="bold red"),
-        )
+    for trial in trials:
+        if trial.outcome is None:
+            where, words, verdict = (
+                str(trial.fault.layout),
+                trial.refused,
+                Text("not possible", style="yellow"),
+            )
+        else:
+            where, words = str(trial.outcome.setting.layout), evidence(trial.outcome)
+            verdict = Text("MISSED", style="bold red") if trial.missed else Text("found", style="green")
+        table.add_row(trial.fault.name, trial.fault.says, where, Text(words), verdict)
     return table
 
 
@@ -76,17 +90,17 @@ def evidence(outcome: Outcome) -> str:
     return ", ".join([*parts, *found.missing[:1]])
 
 
-def print_outcomes(outcomes: Sequence[Outcome], console: Console) -> bool:
+def print_outcomes(outcomes: Sequence[Outcome], console: Console, kinds: Sequence[str] = ()) -> bool:
     """Print the table, why each setting failed, and the sum of it; returns whether all passed."""
-    console.print(outcome_table(outcomes))
+    console.print(outcome_table(outcomes, kinds))
     for outcome in outcomes:
         if not outcome.passed:
             console.print(Text(f"\nFAILED {outcome.explain()}"), soft_wrap=True)
         elif outcome.flips:
             setting, worst = outcome.setting, max(flip.gap for flip in outcome.flips)
             note = (
-                f"{setting.layout}, {_short(str(setting.dtype))}: {len(outcome.flips)} near-ties of routing "
-                f"were replayed; largest score gap {worst:.1e}, allowed {FLIP_GAP[setting.dtype]:.0e}"
+                f"{setting.layout}, {_short(str(setting.dtype))}: {len(outcome.flips)} near-ties were "
+                f"replayed; largest score gap {worst:.1e}, allowed {FLIP_GAP[setting.dtype]:.0e}"
             )
             console.print(Text(note), soft_wrap=True)
     failed = sum(not outcome.passed for outcome in outcomes)
@@ -96,6 +110,28 @@ def print_outcomes(outcomes: Sequence[Outcome], console: Console) -> bool:
     )
     console.print(Text(f"\n{verdict} (tolerance {limits})"), soft_wrap=True)
     return failed == 0
+
+
+def print_verdicts(verdicts: Sequence[Verdict], console: Console) -> bool:
+    """Print one table of all families, and what the recipe cannot have; returns whether all passed."""
+    drawn = [verdict.family for verdict in verdicts if verdict.family.name.startswith("draw")]
+    for family in drawn:
+        console.print(Text(f"{family.name}: {' '.join(family.overrides) or 'as it is'}"), soft_wrap=True)
+    for verdict in verdicts:
+        for layout, why in verdict.refused:
+            reason = why.split("\n")[-1].strip(" -")
+            console.print(
+                Text(f"not possible with this recipe: {verdict.family.name}, {layout}: {reason}"),
+                soft_wrap=True,
+            )
+    pairs = [(verdict.family.name, outcome) for verdict in verdicts for outcome in verdict.outcomes]
+    passed = print_outcomes([outcome for _, outcome in pairs], console, [kind for kind, _ in pairs])
+    layouts = {str(outcome.setting.layout) for _, outcome in pairs}
+    refused = sum(len(verdict.refused) for verdict in verdicts)
+    console.print(
+        f"{len(layouts)} different layouts; {refused} of the list are not possible with this recipe"
+    )
+    return passed and bool(pairs)
 
 
 def _numbers(found: Comparison | None) -> list[str]:

@@ -13,10 +13,10 @@ from isozyme.core.errors import ConfigError
 from isozyme.core.topology import Layout
 from isozyme.launch.compose import compose
 from isozyme.launch.verify import load_factory, main
-from isozyme.launch.verify_faults import Fault
 from isozyme.launch.verify_judge import Reference, judge
 from isozyme.launch.verify_plan import default_layouts, prepare, settings, verify
 from isozyme.launch.verify_run import Experiment, Setting
+from isozyme.launch.verify_tamper import Fault
 from isozyme.models.decoder import build_model
 from isozyme.models.types import Chunk
 from isozyme.moe.router import Router

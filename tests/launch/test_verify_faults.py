@@ -6,36 +6,34 @@ import io
 from functools import cache
 
 import pytest
-import torch
 from rich.console import Console
 
 from isozyme.core.config import RunConfig
-from isozyme.core.topology import Layout
+from isozyme.core.topology import Layout, Topology
 from isozyme.launch.compose import compose
-from isozyme.launch.verify_faults import FAULTS, Fault
-from isozyme.launch.verify_judge import Outcome, Reference, judge
-from isozyme.launch.verify_plan import fault_layout, prepare
+from isozyme.launch.verify_faults import FAULTS
+from isozyme.launch.verify_judge import Outcome
 from isozyme.launch.verify_report import evidence, fault_table
-from isozyme.launch.verify_run import Experiment, Setting
+from isozyme.launch.verify_tamper import Fault
+from isozyme.launch.verify_trials import Grounds, Trial, fault_layout
 
-LAYOUT = Layout(dp=4, ep=2)
-
-
-@cache
-def _experiment() -> Experiment:
-    return prepare(compose("L0_sanity"), [LAYOUT])
+pytestmark = pytest.mark.usefixtures("unchecked_annotations")  # whole training steps; checked elsewhere
 
 
 @cache
-def _reference() -> Reference:
-    return Reference.of(_experiment(), torch.float64)
+def _grounds() -> Grounds:
+    return Grounds(compose("L0_sanity"))
 
 
 @cache
+def _trial(name: str) -> Trial:
+    return _grounds().trial(next(each for each in FAULTS if each.name == name))
+
+
 def _outcome(name: str) -> Outcome:
-    fault = next(each for each in FAULTS if each.name == name)
-    setting = Setting(layout=LAYOUT, dtype=torch.float64, dispatcher=fault.dispatcher, experts="loop")
-    return judge(_experiment(), setting, _reference(), fault=fault)
+    outcome = _trial(name).outcome
+    assert outcome is not None
+    return outcome
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
@@ -75,18 +73,29 @@ def test_the_message_names_the_layout_the_rank_and_its_coordinates() -> None:
     assert "past the tolerance on ranks 1, 3" in text
 
 
+@pytest.mark.parametrize("axis", ["tp", "cp", "dp", "pp", "ep", "etp"])
+def test_several_faults_belong_to_each_axis(axis: str) -> None:
+    default = fault_layout(compose("L0_sanity"))
+    layouts = [fault.layout or default for fault in FAULTS]
+    assert sum(Topology(layout).size(axis) > 1 for layout in layouts) >= (1 if axis == "etp" else 3)
+
+
+def test_a_fault_that_the_recipe_has_no_room_for_is_said_and_not_missed() -> None:
+    odd = compose("L0_sanity", ["model.num_heads=3", "model.num_kv_heads=3"])
+    found = Grounds(odd).trial(next(fault for fault in FAULTS if fault.name == "router not summed over TP"))
+    assert found.outcome is None
+    assert not found.missed
+    assert "3 % 2 = 1" in found.refused
+
+
 def test_faults_are_tried_where_experts_are_spread_and_replicated() -> None:
     assert fault_layout(RunConfig()) == Layout(dp=4, ep=2)
 
 
 def test_the_table_of_faults_tells_found_from_missed() -> None:
-    healthy = judge(
-        _experiment(),
-        Setting(layout=LAYOUT, dtype=torch.float64, dispatcher="alltoall", experts="loop"),
-        _reference(),
-    )
+    wrong, right = FAULTS[0], Fault(name="no fault", says="nothing goes wrong", layout=Layout(dp=2))
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(fault_table([(FAULTS[0], _outcome(FAULTS[0].name)), (FAULTS[1], healthy)]))
-    rows = [line for line in console.export_text().splitlines() if "expert gradients" in line]
-    assert "found" in rows[0]
-    assert "MISSED" in rows[1]
+    console.print(fault_table([_trial(wrong.name), _grounds().trial(right)]))
+    rows = console.export_text().splitlines()
+    assert any(wrong.name in row and "found" in row for row in rows)
+    assert any(right.name in row and "MISSED" in row for row in rows)

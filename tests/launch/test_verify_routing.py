@@ -6,7 +6,8 @@ import math
 
 import torch
 
-from isozyme.launch.verify_routing import WindowRouting, changed_choices, changed_drops
+from isozyme.launch.verify_flips import changed_choices, changed_drops, first_differences
+from isozyme.launch.verify_routing import Flip, WindowRouting
 
 
 def _routing(
@@ -66,3 +67,20 @@ def test_another_number_of_drops_is_excused_by_no_gap() -> None:
     reference = _routing([[0], [0]], kept=[[True], [False]])
     (flip,) = changed_drops([{(0, 0): own}], {(0, 0): reference})
     assert math.isinf(flip.gap)
+
+
+def _flip(window: int, layer: int, *, dropped: bool = False) -> Flip:
+    return Flip(window=window, position=-1 if dropped else 3, layer=layer, gap=0.0, dropped=dropped)
+
+
+def test_what_follows_from_a_flip_is_not_judged() -> None:
+    first, drop, elsewhere = _flip(1, 0), _flip(1, 0, dropped=True), _flip(2, 1, dropped=True)
+    later_layer, later_step = _flip(1, 1), _flip(9, 0)
+    found = first_differences([later_step, later_layer, first], [drop, elsewhere], global_batch=8)
+    assert found == [first, elsewhere]
+
+
+def test_a_drop_counts_where_all_choices_are_the_same() -> None:
+    drop = _flip(4, 0, dropped=True)
+    assert first_differences([_flip(4, 1)], [drop], global_batch=8) == [drop]
+    assert first_differences([], [], global_batch=8) == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -17,17 +16,15 @@ from isozyme.core.batch import Batch
 from isozyme.core.config import RunConfig
 from isozyme.core.errors import ConfigError, UsageError
 from isozyme.core.topology import Layout, Topology
-from isozyme.launch.verify_faults import Tamper, TamperedWorld
 from isozyme.models.decoder import build_model
 from isozyme.models.stage import Stage, chunks_of, expert_layers
 from isozyme.models.types import ModelOutput
 from isozyme.moe.types import Routing
 from isozyme.parallel.checkpoint import load_checkpoint, save_checkpoint
-from isozyme.parallel.communicator import Call, Communicator, Pending
 from isozyme.parallel.grad_buffer import GradientBuffer
 from isozyme.parallel.optimizer import Optimizer
 from isozyme.parallel.process_groups import ProcessGroups, World
-from isozyme.parallel.shard_spec import EMBEDDING, ShardSpec, attach, named_shards, spec_of
+from isozyme.parallel.shard_spec import named_shards
 from isozyme.parallel.simulated import SimulatedWorld, simulate
 from isozyme.parallel.trace import Trace
 from isozyme.parallel.weights import load_weights, save_weights
@@ -43,41 +40,33 @@ from tests.models.pipeline_case import (
     window,
 )
 
+# Whole training steps; annotations are checked where the parts are tested.
+pytestmark = pytest.mark.usefixtures("unchecked_annotations")
+
 INTERLEAVED = {"schedule": "interleaved", "chunks": 2}
 CASES = [
-    pytest.param(Layout(pp=2, dp=1), {}, id="pp=2"),
-    pytest.param(Layout(pp=2, dp=1), {"schedule": "gpipe"}, id="pp=2 gpipe"),
-    pytest.param(Layout(pp=4, dp=1), {}, id="pp=4"),
-    pytest.param(Layout(pp=2, dp=2), {}, id="pp=2 dp=2"),
-    pytest.param(Layout(pp=2, dp=2, ep=2), {}, id="pp=2 dp=2 ep=2"),
-    pytest.param(Layout(pp=2, dp=2, etp=2), {"schedule": "gpipe"}, id="pp=2 dp=2 etp=2 gpipe"),
-    pytest.param(Layout(pp=2, dp=1), INTERLEAVED, id="pp=2 chunks=2"),
-    pytest.param(Layout(pp=2, dp=2, ep=2), INTERLEAVED, id="pp=2 dp=2 ep=2 chunks=2"),
-    pytest.param(Layout(pp=2, tp=2, dp=1, ep=2), {}, id="pp=2 tp=2 ep=2"),
-    pytest.param(Layout(pp=2, cp=2, dp=1, ep=2), INTERLEAVED, id="pp=2 cp=2 ep=2 chunks=2"),
-    pytest.param(Layout(pp=2, tp=2, cp=2, dp=1, ep=2), {}, id="pp=2 tp=2 cp=2 ep=2"),
-    pytest.param(Layout(pp=2, dp=1), {"split": (4, 1)}, id="pp=2 split"),
-    pytest.param(Layout(pp=4, dp=1), {"split": (0, 3, 2, 0)}, id="pp=4 with embedding and head alone"),
+    pytest.param(Layout(pp=2, dp=1), {"schedule": "gpipe"}, True, id="pp=2 gpipe tied"),
+    pytest.param(Layout(pp=4, dp=1), {}, False, id="pp=4"),
+    pytest.param(Layout(pp=2, dp=2, ep=2), INTERLEAVED, True, id="pp=2 dp=2 ep=2 chunks=2 tied"),
+    pytest.param(Layout(pp=2, dp=2, ep=2), INTERLEAVED, False, id="pp=2 dp=2 ep=2 chunks=2"),
+    pytest.param(Layout(pp=2, dp=1), {"split": (4, 1)}, False, id="pp=2 split"),
+    pytest.param(Layout(pp=4, dp=1), {"split": (0, 3, 2, 0)}, True, id="pp=4 ends alone tied"),
 ]
+"""Splits, schedules and tying. Pipelines along with every other axis are in tests/equivalence."""
 
 
 def pipeline_run(
-    config: RunConfig,
-    *,
-    schedule_seed: int = 0,
-    change: Change | None = None,
-    tamper: Callable[[], Tamper] | None = None,
+    config: RunConfig, *, schedule_seed: int = 0, change: Change | None = None
 ) -> tuple[list[Seen], Trace]:
     def rank(world: SimulatedWorld) -> Seen:
-        return train(config, world if tamper is None else TamperedWorld(world, ["pp"], tamper()), change)
+        return train(config, world, change)
 
     config.validate()
     size = Topology(config.layout).world_size
     return simulate(size, rank, schedule_seed=schedule_seed, trace=True)
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize(("layout", "pipeline"), CASES)
+@pytest.mark.parametrize(("layout", "pipeline", "tied"), CASES)
 def test_a_pipeline_makes_the_steps_of_one_rank(layout: Layout, pipeline: dict[str, Any], tied: bool) -> None:
     seen, _ = pipeline_run(run_config(tied=tied, layout=layout, **pipeline))
     assert_equals_one_rank(seen, one_rank(tied))
@@ -119,7 +108,7 @@ def _spread(interleaved: bool) -> RunConfig:
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["1f1b", "interleaved"])
-@pytest.mark.parametrize("schedule_seed", range(1, 4))
+@pytest.mark.parametrize("schedule_seed", [1, 2])
 def test_whoever_runs_first_no_bit_changes_and_nobody_waits_forever(
     interleaved: bool, schedule_seed: int
 ) -> None:
@@ -152,9 +141,14 @@ def test_each_micro_batch_crosses_each_border_once_in_each_direction() -> None:
     assert {record.bytes_sent for record in sends} == {1 * 16 * config.model.hidden * 8}
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("before", [Layout(dp=1), Layout(pp=2, dp=2, ep=2)], ids=str)
-@pytest.mark.parametrize("after", [Layout(dp=1), Layout(pp=4, dp=1)], ids=str)
+@pytest.mark.parametrize(
+    ("before", "after", "tied"),
+    [
+        pytest.param(Layout(dp=1), Layout(pp=4, dp=1), True, id="one rank to pp=4, tied"),
+        pytest.param(Layout(pp=2, dp=2, ep=2), Layout(dp=1), True, id="pp=2 dp=2 ep=2 to one rank, tied"),
+        pytest.param(Layout(pp=2, dp=2, ep=2), Layout(pp=4, dp=1), False, id="pp=2 dp=2 ep=2 to pp=4"),
+    ],
+)
 def test_checkpoints_and_weights_go_from_any_pipeline_to_any_other(
     tmp_path: Path, before: Layout, after: Layout, tied: bool
 ) -> None:
@@ -204,104 +198,6 @@ def test_real_processes_make_the_steps_of_one_rank() -> None:
 
 def _program(world: World, config: RunConfig) -> Seen:
     return train(config, world)
-
-
-# Faults made on purpose, each of which the comparison must refuse.
-
-
-class _AuxLossOfEveryStage(nn.Module):
-    """A chunk whose balance loss counts once for each stage."""
-
-    def __init__(self, model: nn.Module, stages: int) -> None:
-        super().__init__()
-        self.model, self._stages = model, stages
-
-    def forward(self, *args: Any, **given: Any) -> ModelOutput:
-        output: ModelOutput = self.model(*args, **given)
-        return replace(output, stats=[replace(s, aux_loss=s.aux_loss * self._stages) for s in output.stats])
-
-
-class _NoLossBeforeTheHead(nn.Module):
-    """A chunk whose router losses are forgotten unless it has the head."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, *args: Any, **given: Any) -> ModelOutput:
-        output: ModelOutput = self.model(*args, **given)
-        if output.loss_sum is not None:
-            return output
-        stats = [replace(s, aux_loss=s.aux_loss.detach(), z_loss=s.z_loss.detach()) for s in output.stats]
-        return replace(output, stats=stats)
-
-
-class _CountedTwice(ShardSpec):
-    def num_replicas(self, topology: Topology) -> int:
-        return super().num_replicas(topology) // 2
-
-
-def _with_spec(change: Callable[[ShardSpec], ShardSpec]) -> Change:
-    def apply(model: nn.Module, _groups: ProcessGroups) -> nn.Module:
-        for parameter in model.parameters():
-            if EMBEDDING in spec_of(parameter).replicas:
-                attach(parameter, change(spec_of(parameter)))
-        return model
-
-    return apply
-
-
-def _not_summed(spec: ShardSpec) -> ShardSpec:
-    return replace(spec, replicas={**spec.replicas, EMBEDDING: "identical"})
-
-
-def _one_too_late(kind: str) -> Callable[[], Tamper]:
-    """Of one stage's messages, each carries the tensor of the one before it."""
-
-    def fresh() -> Tamper:
-        last: list[Tensor] = []
-
-        def tamper(inner: Communicator, call: Call) -> Pending | None:
-            if (
-                call.kind != "send"
-                or call.input is None
-                or inner.rank != (0 if kind == "hidden states" else 1)
-            ):
-                return None
-            last.append(call.input.clone())
-            return inner._start(replace(call, input=last[max(0, len(last) - 2)]))
-
-        return tamper
-
-    return fresh
-
-
-@pytest.mark.parametrize(
-    ("change", "tamper", "found"),
-    [
-        (lambda model, groups: _AuxLossOfEveryStage(model, groups["pp"].size), None, "aux_loss"),
-        (lambda model, _: _NoLossBeforeTheHead(model), None, "grad_norm"),
-        (_with_spec(lambda spec: _CountedTwice(**vars(spec))), None, "grad_norm"),
-        (_with_spec(_not_summed), None, "grad_norm|gradient of embedding"),
-        (None, _one_too_late("hidden states"), "loss"),
-        (None, _one_too_late("gradients"), "grad_norm"),
-    ],
-    ids=[
-        "balance loss once a stage",
-        "router losses of the last stage alone",
-        "tied embedding twice in the norm",
-        "tied embedding not summed",
-        "hidden states of another micro-batch",
-        "gradients of another micro-batch",
-    ],
-)
-def test_a_fault_made_on_purpose_is_found(
-    change: Change | None, tamper: Callable[[], Tamper] | None, found: str
-) -> None:
-    config = run_config(tied=True, layout=Layout(pp=2, dp=1))
-    seen, _ = pipeline_run(config, change=change, tamper=tamper)
-    with pytest.raises(AssertionError, match=found):
-        assert_equals_one_rank(seen, one_rank(tied=True))
 
 
 # What a stage holds, and what it refuses.
