@@ -107,8 +107,9 @@ def run(arguments: argparse.Namespace) -> int:
     """
     layouts, overrides = _split(arguments.layouts, arguments.overrides)
     recipe: str | None = arguments.recipe
-    if recipe is not None and "=" in recipe:
-        recipe, overrides = None, [recipe, *overrides]
+    if recipe is not None and "=" in recipe:  # an override: the recipe was left out
+        overrides = [recipe, *overrides]
+        recipe = None
     factory = build_model if arguments.model is None else load_factory(arguments.model)
     console = Console()
     if not console.is_terminal:

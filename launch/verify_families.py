@@ -169,16 +169,16 @@ def draws(seed: int, count: int, possible: Callable[[Family, Layout], bool]) -> 
         possible: whether the recipe can be changed and cut so; others are drawn instead.
 
     >>> [str(family.layouts[0]) for family in draws(0, 2, lambda family, layout: True)]
-    ['tp=2 cp=4 dp=1 pp=2', 'cp=4 dp=1 pp=2']
+    ['tp=2 cp=2 dp=4 ep=4 etp=2', 'tp=4 cp=2 dp=2 ep=2']
     """
     chosen = random.Random(seed)
     found: list[Family] = []
     for _ in range(1000):
         if len(found) == count:
             break
-        sizes = {axis: chosen.choice((1, 1, 2, 2, 4)) for axis in ("tp", "cp", "dp", "pp", "ep", "etp")}
+        tp, cp, dp, pp, ep, etp = (chosen.choice((1, 1, 2, 2, 4)) for _ in range(6))
         overrides = tuple(text for options in _FEATURES for text in chosen.choice(options))
-        layout = Layout(**sizes)
+        layout = Layout(tp=tp, cp=cp, dp=dp, pp=pp, ep=ep, etp=etp)
         family = Family(name=f"draw {len(found) + 1}", layouts=(layout,), overrides=overrides)
         if layout.problems() or not 4 <= Topology(layout).world_size <= LARGEST:
             continue

@@ -1,7 +1,7 @@
 """Faults of distributed training, made on purpose: verification that misses one of them is worth nothing.
 
 Each is one that users of training systems have met. Here are those of experts and replicas; those of the
-other axes are in `isozyme.launch.verify_faults_axes`.
+other axes are in `isozyme.launch.verify_faults_split` and `isozyme.launch.verify_faults_pipeline`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from isozyme.core.batch import Batch
 from isozyme.core.config import RunConfig
-from isozyme.launch.verify_faults_axes import AXIS_FAULTS
+from isozyme.launch.verify_faults_pipeline import PIPELINE_FAULTS
+from isozyme.launch.verify_faults_split import SPLIT_FAULTS
 from isozyme.launch.verify_tamper import Altered, Change, Fault, TamperedWorld
 from isozyme.models.types import ModelOutput
 from isozyme.moe.experts.storage import ExpertWeights
@@ -223,6 +224,7 @@ FAULTS: tuple[Fault, ...] = (
         says="rows of the right shape arrive one place late",
         world=lambda world: TamperedWorld(world, ["ep", "etp+ep"], _shift_rows),
     ),
-    *AXIS_FAULTS,
+    *SPLIT_FAULTS,
+    *PIPELINE_FAULTS,
 )
 """All of them; `isozyme verify RECIPE --faults` runs each and wants each to be found."""

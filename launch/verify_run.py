@@ -15,9 +15,9 @@ from isozyme.core.topology import Layout, Topology
 from isozyme.launch.step import StepResult, TrainStep, Updates, step_totals
 from isozyme.launch.training_state import gradient_buffer
 from isozyme.launch.verify_compare import Kind, Piece, RankValues
-from isozyme.launch.verify_faults import Fault
 from isozyme.launch.verify_reduced import Windows, skew_
 from isozyme.launch.verify_routing import Flip, Key, Recorder, WindowRouting
+from isozyme.launch.verify_tamper import Fault
 from isozyme.models.stage import Stage, chunks_of, expert_layers
 from isozyme.models.types import Chunk, ModelFactory
 from isozyme.parallel.grad_buffer import GradientBuffer

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
+from isozyme.core.batch import Batch
 from isozyme.core.config import RunConfig
 from isozyme.core.topology import Layout
+from isozyme.models.types import ModelOutput
 from isozyme.parallel.communicator import Call, Communicator, Pending
 from isozyme.parallel.process_groups import ProcessGroups, World
+from isozyme.parallel.shard_spec import Replica, ShardSpec, attach, spec_of
 
 Tamper = Callable[[Communicator, Call], Pending | None]
 """Looks at a call of a group: returns what comes of it, or None to make the call as it is."""
@@ -84,3 +87,35 @@ class _Tampered(Communicator):
     def _start(self, call: Call) -> Pending:
         result = self._tamper(self._inner, call)
         return self._inner._start(call) if result is None else result
+
+
+def respecified(change: Callable[[nn.Module, ShardSpec], ShardSpec]) -> Change:
+    """Another ownership record for some parameters."""
+
+    def apply(model: nn.Module, _groups: ProcessGroups) -> nn.Module:
+        for module in model.modules():
+            for parameter in module.parameters(recurse=False):
+                attach(parameter, change(module, spec_of(parameter)))
+        return model
+
+    return apply
+
+
+def complete(spec: ShardSpec, axis: str) -> ShardSpec:
+    """Gradients along `axis` (or a part of it) are taken for complete where they are parts of a sum."""
+    replicas: dict[str, Replica] = {
+        name: "identical" if name.split("%")[0] == axis else kind for name, kind in spec.replicas.items()
+    }
+    return replace(spec, replicas=replicas)
+
+
+class ChangedOutput(nn.Module):
+    """A model whose output is changed."""
+
+    def __init__(self, model: nn.Module, change: Callable[[ModelOutput], ModelOutput]) -> None:
+        super().__init__()
+        self.model, self._change = model, change
+
+    def forward(self, batch: Batch, **given: Any) -> ModelOutput:
+        """Run the model and change what comes of it."""
+        return self._change(self.model(batch, **given))
