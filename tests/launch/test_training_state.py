@@ -22,6 +22,9 @@ from isozyme.parallel.sharded_optimizer import ShardedOptimizer
 from isozyme.parallel.simulated import simulate
 from tests.models.pipeline_case import CPU, Seen, run_config, train, window
 
+# Whole training steps; annotations are checked where the parts are tested.
+pytestmark = pytest.mark.usefixtures("unchecked_annotations")
+
 
 def seen(layout: Layout, *, tied: bool, optim: dict[str, bool], **pipeline) -> list[Seen]:
     config = run_config(tied=tied, layout=layout, **pipeline)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 from isozyme.core.config import MoEConfig, RouterConfig, RunConfig
@@ -13,8 +15,11 @@ from isozyme.core.errors import ConfigError
 from isozyme.core.topology import Layout
 from isozyme.launch.compose import compose
 from isozyme.launch.verify import load_factory, main
+from isozyme.launch.verify_all import Subject, verify_families
+from isozyme.launch.verify_families import FAMILIES, Family, draws
 from isozyme.launch.verify_judge import Reference, judge
 from isozyme.launch.verify_plan import default_layouts, prepare, settings, verify
+from isozyme.launch.verify_report import print_verdicts
 from isozyme.launch.verify_run import Experiment, Setting
 from isozyme.launch.verify_tamper import Fault
 from isozyme.models.decoder import build_model
@@ -158,3 +163,63 @@ def test_flips_between_scores_that_are_apart_fail(near_ties: tuple[Experiment, R
     first = outcome.wrong_flips[0]
     text = f"window {first.window}, token {first.position}, expert layer {first.layer}, score gap"
     assert text in outcome.explain()
+
+
+SMALL = [Family(name="two", layouts=(Layout(dp=2),)), Family(name="spread", layouts=(SPREAD,))]
+
+
+def test_all_families_agree_on_one_process_and_on_two() -> None:
+    subject = Subject(factory=build_model, overrides=("model.num_layers=1",))
+    here, there = (verify_families(subject, SMALL, workers=n, dtypes=[torch.float64]) for n in (1, 2))
+    for verdicts in (here, there):
+        assert [verdict.family.name for verdict in verdicts] == ["two", "spread"]
+        assert all(outcome.passed for verdict in verdicts for outcome in verdict.outcomes)
+    first, second = (verdicts[1].outcomes[0].comparison for verdicts in (here, there))
+    assert first is not None
+    assert second is not None
+    assert first.losses == second.losses
+
+
+def test_a_layout_that_the_recipe_cannot_have_is_named_and_not_counted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    subject = Subject(factory=build_model, overrides=("model.moe.router.num_experts=3",))
+    mixed = Family(name="mixed", layouts=(Layout(dp=2, ep=2), Layout(dp=2)))
+    verdicts = verify_families(subject, [mixed], dtypes=[torch.float64])
+    assert print_verdicts(verdicts, Console(width=140))
+    printed = capsys.readouterr().out
+    assert "not possible with this recipe: mixed, dp=2 ep=2" in printed
+    assert "num_experts=3" in printed
+    assert "all 1 settings agree" in printed
+
+
+def test_a_recipe_that_can_have_none_of_the_layouts_does_not_pass() -> None:
+    subject = Subject(factory=build_model, overrides=("model.moe.router.num_experts=3",))
+    none = Family(name="none", layouts=(SPREAD,))
+    assert not print_verdicts(verify_families(subject, [none]), Console(file=io.StringIO()))
+
+
+def test_draws_depend_on_the_seed_alone_and_keep_to_what_is_possible() -> None:
+    def possible(family: Family, layout: Layout) -> bool:
+        return layout.pp == 1
+
+    first, again, other = (draws(seed, 4, possible) for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+    assert len(first) == 4
+    assert all(family.layouts[0].pp == 1 for family in first)
+    assert not {family.name for family in first} & {family.name for family in FAMILIES}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--layouts", "dp=2"], "name a recipe"),
+        (["model.num_layers=1"], "name a recipe"),
+        (["--all", "--layouts", "dp=2"], "brings its own layouts"),
+        (["--all", "--workers", "0"], "--workers=0"),
+    ],
+)
+def test_arguments_that_do_not_go_together_are_refused(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        main(arguments)

@@ -1,7 +1,7 @@
 """The decoder cut over tensor-parallel ranks: ownership, traffic, replicas, and what is refused.
 
 That losses, gradients, norms and weights equal those of one rank is in
-tests/equivalence/test_tensor_layouts.py.
+tests/equivalence/test_families.py.
 """
 
 from __future__ import annotations
@@ -58,8 +58,7 @@ def _windows_of(batch: Batch, windows: slice) -> Batch:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("kv_heads", [1, 2, 8])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("kv_heads", "tied"), [(1, False), (2, True), (8, False)])
 def test_every_gradient_is_summed_over_exactly_the_ranks_that_hold_the_same_shard(
     layout: Layout, kv_heads: int, tied: bool
 ) -> None:
