@@ -107,7 +107,6 @@ def test_a_command_with_a_parser_of_its_own_gets_its_arguments_whole(
     assert "verify" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_two_ranks_train_from_the_shell_as_one_does(tmp_path: Path) -> None:
     losses = []
     for name, layout in (("two", []), ("one", ["layout.dp=1", "layout.ep=1"])):
@@ -128,7 +127,6 @@ def test_two_ranks_train_from_the_shell_as_one_does(tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-9)
 
 
-@pytest.mark.slow
 def test_two_nodes_meet_through_the_torchrun_script(tmp_path: Path, unused_port: int) -> None:
     nodes = []
     for node in range(2):
