@@ -23,7 +23,7 @@ from isozyme.moe.testing.strategies import Promises, worlds
 from isozyme.moe.testing.violation import CLAIMS, Violation
 from isozyme.moe.testing.world import World, on_one_rank, parse
 
-ISOZYME = Promises(drops=True, etp=True, ordered=True)
+ISOZYME = Promises(drops=True, etp=True, ordered=True, wide_sums=True)
 """What the dispatchers of isozyme promise."""
 TORCH = Promises()
 """What is asked of a dispatcher of plain tensors unless it says otherwise."""
@@ -31,6 +31,7 @@ OF_SEVERAL_RUNS = frozenset(
     {
         "identity_experts_return_the_tokens",
         "outputs_are_linear_in_the_weights",
+        "sums_are_rounded_once",
         "a_second_step_repeats_the_first",
         "the_schedule_does_not_matter",
         "the_layout_does_not_matter",
@@ -80,18 +81,29 @@ def check_dispatcher(
 
 
 def _judged(judge: DispatcherJudge, *, examples: int, seconds: float, seed: int, line: str | None) -> Report:
-    """First all worlds by what one run shows, which is quick, then half as many by comparing runs."""
+    """First all worlds by what one run shows, which is quick, then half as many by comparing runs.
+
+    Of the latter an eighth of `examples` are crowded worlds instead, again by what one run shows.
+    """
     if line is not None:
         return replay_world(parse(line), judge)
     drawn = worlds(judge.promises)
     quick = replace(judge, claims=[name for name in judge.claims if name not in OF_SEVERAL_RUNS])
-    first = search(drawn, quick, examples=examples, seconds=seconds, seed=seed)
-    left = max(seconds - first.seconds, 0.0)
-    second = search(drawn, judge, examples=-(-examples // 2), seconds=left, seed=seed + 1)
+    many = examples // 8
+    parts: tuple[tuple[Any, DispatcherJudge, int], ...] = (
+        (drawn, quick, examples),
+        (worlds(judge.promises, crowded=True), quick, many),
+        (drawn, judge, -(-examples // 2) - many),
+    )
+    reports: list[Report] = []
+    for number, (strategy, judged, count) in enumerate(parts):
+        left = max(seconds - sum(report.seconds for report in reports), 0.0)
+        if count:
+            reports.append(search(strategy, judged, examples=count, seconds=left, seed=seed + number))
     return Report(
-        worlds=first.worlds + second.worlds,
-        seconds=first.seconds + second.seconds,
-        out_of_time=first.out_of_time or second.out_of_time,
+        worlds=sum(report.worlds for report in reports),
+        seconds=sum(report.seconds for report in reports),
+        out_of_time=any(report.out_of_time for report in reports),
     )
 
 
@@ -223,6 +235,8 @@ class DispatcherJudge:
             results.identity_experts_return_the_tokens(world, plain)
         if asked("outputs_are_linear_in_the_weights") and self.promises.weighted:
             results.outputs_are_linear_in_the_weights(world, run, q, p_plus_q)
+        if asked("sums_are_rounded_once") and self.promises.wide_sums:
+            self._sums_in_bf16(world)
         if asked("a_second_step_repeats_the_first"):
             results.a_second_step_repeats_the_first(world, run, again)
         if asked("the_schedule_does_not_matter") and world.ranks > 1:
@@ -234,6 +248,24 @@ class DispatcherJudge:
             here = on_one_rank(world, one[0].ids.tolist(), (~one[0].kept).nonzero().tolist())
             (elsewhere,) = observe(subject, here, Step(inputs=one))
             results.the_layout_does_not_matter(world, run, elsewhere)
+
+    def _sums_in_bf16(self, world: World) -> None:
+        """Three results a token: a large one, one that is lost beside it, and the opposite of the large one.
+
+        They come from one rank, or from three: with two, the sum of one may be rounded before it is sent.
+        """
+        ep, etp = (world.topology.size(axis) for axis in ("ep", "etp"))
+        apart = world.num_experts // ep if ep > 2 else 1
+        if self.promises.topk < 3 or etp > 1 or (ep < 3 and world.num_experts // ep < 3):
+            return
+        three = (0, apart, 2 * apart)
+        ids = tuple(tuple(three for _ in of_rank) for of_rank in world.ids)
+        factors = tuple({0: 1.0, apart: 2.0**-9}.get(expert, -1.0) for expert in range(world.num_experts))
+        plain: dict[str, Any] = {"dropped": (), "zero": (), "dtype": "bfloat16", "memory": "contiguous"}
+        world = replace(world, ids=ids, topk=3, **plain)
+        step = Step(inputs=inputs_of(world), identity=True, backward=False, factors=factors)
+        (run,) = observe(self.subject, world, step)
+        results.sums_are_rounded_once(world, run, factors)
 
     def _asked(self, claim: str) -> bool:
         return claim in self.claims

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -144,16 +145,19 @@ def parse_layer(line: str) -> LayerWorld:
 
 @st.composite
 def layer_worlds(draw: Draw, promises: LayerPromises | None = None) -> LayerWorld:
-    """Windows of few prototypes (so that experts are crowded or empty), some tokens padding."""
+    """Windows of few prototypes (so that experts are crowded or empty), some tokens or windows padding."""
     allowed = promises or LayerPromises()
     shapes = layouts(Promises(ranks=allowed.ranks, replicas=allowed.replicas))
-    split = allowed.split_windows
-    layout = draw(shapes.filter(lambda layout: split or layout.tp * layout.cp == 1))
+    whole = shapes.filter(lambda layout: layout.tp * layout.cp == 1)
+    cut = shapes.filter(lambda layout: layout.tp * layout.cp > 1)
+    layout = draw(st.one_of(whole, cut) if allowed.split_windows and allowed.ranks > 1 else whole)
     assert layout.dp is not None
     experts = layout.ep * draw(st.integers(1, allowed.experts_per_rank))
     least = 0 if allowed.uneven else 1
     token = st.integers(0, 4 if allowed.padding else 3).map(lambda kind: kind if kind < 4 else -1)
-    window = st.tuples(*[token] * 4)
+    window: Any = st.tuples(*[token] * 4)
+    if allowed.padding:
+        window = st.one_of(window, window, window, st.just((-1,) * 4))
     even = None if allowed.uneven else draw(st.integers(least, allowed.windows))
     parts = st.lists(
         window, min_size=least if even is None else even, max_size=allowed.windows if even is None else even

@@ -81,6 +81,8 @@ class Step:
     backward: bool = True
     identity: bool = False
     """Experts that change nothing and apply no weights, instead of affine ones."""
+    factors: tuple[float, ...] = ()
+    """With `identity`: what each expert multiplies its rows by, by global number; empty for 1."""
 
 
 def observe(subject: Subject, world: World, *steps: Step) -> list[Run]:
@@ -160,7 +162,7 @@ def _one_step(style: Style, dispatcher: Any, place: Place, step: Step, parameter
     weights.requires_grad_(backward)
     sent, ids_kept = send(dispatcher, style, place, tokens, given, weights)
     arrived = sent.rows.detach().clone(), None if sent.probs is None else sent.probs.detach().clone()
-    out = sent.combine(_experts(sent, parameters, step.identity))
+    out = sent.combine(_experts(sent, parameters, step, place))
     if backward and out.requires_grad:
         out.backward(upstream)
     after = {"tokens": tokens, "weights": weights, "incoming gradient": upstream}
@@ -179,11 +181,15 @@ def _one_step(style: Style, dispatcher: Any, place: Place, step: Step, parameter
     )
 
 
-def _experts(sent: Sent, parameters: Tensor, identity: bool) -> Tensor:
+def _experts(sent: Sent, parameters: Tensor, step: Step, place: Place) -> Tensor:
     """Each expert on its rows; what stands for no slot becomes NaN, so that reading it is noticed."""
     rows, size = sent.rows, sent.rows.shape[0]
-    if identity:
-        results = rows
+    if step.identity:
+        first = place.ep_rank * place.num_local_experts
+        factors = step.factors[first : first + place.num_local_experts]
+        by_row = [factor for factor, count in zip(factors, sent.counts, strict=False) for _ in range(count)]
+        by_row += [1.0] * (size - len(by_row))
+        results = rows * torch.tensor(by_row, dtype=rows.dtype)[:, None]
     else:
         parts = [
             rows[: sent.num_rows].split(sent.counts)[expert] @ of_one[:-1] + of_one[-1]

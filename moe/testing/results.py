@@ -123,6 +123,20 @@ def outputs_are_linear_in_the_weights(world: World, p: Run, q: Run, p_plus_q: Ru
             )
 
 
+def sums_are_rounded_once(world: World, run: Run, factors: Sequence[float]) -> None:
+    """Experts multiply by `factors`; a sum in the tokens' dtype would lose one of them."""
+    for rank, (seen, given) in enumerate(zip(run.seen, run.inputs, strict=True)):
+        for token, ids in enumerate(given.ids.tolist()):
+            mine = [factors[expert] for expert in ids]
+            wanted = (given.tokens[token].double() * sum(mine)).to(world.torch_dtype)
+            if not bits_equal(seen.out[token], wanted):
+                raise Violation(
+                    "sums_are_rounded_once",
+                    f"token {token} of rank {rank} with results times {mine} came back as "
+                    f"{short(seen.out[token])}, not {short(wanted)}: the sum was rounded on the way",
+                )
+
+
 def a_second_step_repeats_the_first(world: World, run: Run, again: Run) -> None:
     """An object that has been used before gives the same bits as a fresh one."""
     del world

@@ -115,15 +115,19 @@ def parse_router(line: str) -> RouterWorld:
 
 @st.composite
 def router_worlds(draw: Draw, promises: RouterPromises | None = None) -> RouterWorld:
-    """Logits with many ties, also all equal, and extreme ones; K up to E."""
+    """Logits with many ties, also all equal, and extreme ones; K up to E; half of them limited to groups."""
     allowed = promises or RouterPromises()
     experts = draw(st.integers(1, allowed.experts))
-    topk = draw(st.integers(1, experts))
     num_groups, topk_groups = 1, 1
-    if allowed.groups:
-        num_groups = draw(st.sampled_from([n for n in range(1, experts + 1) if experts % n == 0]))
-        least = -(-topk // (experts // num_groups))
-        topk_groups = draw(st.integers(least, num_groups))
+    several = [
+        (size * number, number)
+        for size in range(allowed.experts // 2, 0, -1)
+        for number in range(2, allowed.experts // size + 1)
+    ]
+    if allowed.groups and several and draw(st.booleans()):
+        experts, num_groups = draw(st.sampled_from(several))
+        topk_groups = draw(st.integers(1, num_groups))
+    topk = draw(st.integers(1, experts // num_groups * topk_groups))
     near = st.integers(-12, 12)
     value = draw(st.sampled_from([near, st.integers(0, 1), st.one_of(near, st.sampled_from([-4000, 4000]))]))
     row = st.tuples(*[value] * experts)
@@ -135,7 +139,7 @@ def router_worlds(draw: Draw, promises: RouterPromises | None = None) -> RouterW
             st.integers(0, experts - 1),
             st.sampled_from(["nan", "inf", "-inf"]),
         )
-        bad = draw(st.one_of(st.none(), spoilt))
+        bad = draw(st.one_of(st.none(), spoilt, spoilt))
     return RouterWorld(
         logits=logits,
         num_experts=experts,

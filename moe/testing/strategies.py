@@ -57,6 +57,8 @@ class Promises:
     """Combine weights are applied, by the experts or by `combine`."""
     ordered: bool = False
     """An expert's rows are in the order of source rank, then token."""
+    wide_sums: bool = False
+    """A token's results are added up in at least fp32. Results of one rank may be added up there before."""
     filler: bool = False
     """Rows of zeros with weight 0 may stand between the real ones."""
     same_calls: bool = True
@@ -64,7 +66,10 @@ class Promises:
 
 
 def layouts(promises: Promises, ranks: int | None = None) -> st.SearchStrategy[Layout]:
-    """Dense and expert factorisations of `ranks` ranks, or of up to `promises.ranks`; EP over all first."""
+    """Dense and expert factorisations of `ranks` ranks, or of up to `promises.ranks`; EP over all first.
+
+    Those with both EP and ETP are few, and drawn as often as all others.
+    """
     found = []
     for number in range(1, promises.ranks + 1) if ranks is None else (ranks,):
         for ep in range(number, 0, -1):
@@ -73,7 +78,11 @@ def layouts(promises: Promises, ranks: int | None = None) -> st.SearchStrategy[L
                     continue
                 found.append(Layout(dp=number, ep=ep, etp=etp))
                 found += _strided(number, ep, etp) if promises.replicas else []
-    return st.sampled_from(found)
+    crossed = [layout for layout in found if layout.ep > 1 and layout.etp > 1]
+    if not crossed:
+        return st.sampled_from(found)
+    others = [layout for layout in found if layout not in crossed]
+    return st.one_of(st.sampled_from(others), st.sampled_from(crossed))
 
 
 def _strided(ranks: int, ep: int, etp: int) -> list[Layout]:
@@ -94,11 +103,11 @@ def schedules() -> st.SearchStrategy[ScheduleData]:
 
 
 @st.composite
-def wishes(draw: Draw, promises: Promises) -> list[list[Wish]]:
+def wishes(draw: Draw, promises: Promises, crowded: bool = False) -> list[list[Wish]]:
     """What the tokens of each rank wish for, before it is known which experts there are.
 
-    Ranks are ragged; in some worlds one rank alone has tokens, in others one has many (repetitions of a few,
-    so that they are drawn quickly).
+    Ranks are ragged; in some worlds one rank alone has tokens, in others (all that are `crowded`) one has
+    many (repetitions of a few, so that they are drawn quickly).
     """
     least = 0 if promises.empty_ranks else 1
     wish = st.tuples(*[st.integers(0, 23)] * promises.topk)
@@ -106,12 +115,14 @@ def wishes(draw: Draw, promises: Promises) -> list[list[Wish]]:
     parts = draw(st.lists(part, min_size=1, max_size=promises.ranks))
     if not promises.ragged:
         return [of_rank[: min(map(len, parts))] for of_rank in parts]
-    kind = draw(st.sampled_from(["few", "one rank", "few", "one rank", "many"]))
+    kinds = ["many"] if crowded else ["few", "one rank", "few", "one rank", "many"]
+    kind = draw(st.sampled_from(kinds))
     chosen = draw(st.integers(0, promises.ranks - 1)) % len(parts) if kind != "few" else -1
     if kind == "one rank" and promises.empty_ranks:
         return [of_rank if rank == chosen else [] for rank, of_rank in enumerate(parts)]
     if kind == "many":
-        parts[chosen] = (parts[chosen] * 33)[: draw(st.sampled_from([17, 33]))]
+        few = parts[chosen] or [(0,) * promises.topk] * crowded
+        parts[chosen] = (few * 33)[: draw(st.sampled_from([17, 33]))]
     return parts
 
 
@@ -145,10 +156,10 @@ def _granted(wish: Sequence[int], popular: Sequence[int]) -> tuple[int, ...]:
 
 
 @st.composite
-def worlds(draw: Draw, promises: Promises | None = None) -> World:
-    """Any world that the promises allow."""
+def worlds(draw: Draw, promises: Promises | None = None, crowded: bool = False) -> World:
+    """Any world that the promises allow; if `crowded`, one rank has 17 or 33 tokens."""
     allowed = promises or Promises()
-    parts = draw(wishes(allowed))
+    parts = draw(wishes(allowed, crowded))
     topk, ranks = draw(st.integers(1, allowed.topk)), len(parts)
     layout = draw(layouts(allowed, ranks))
     local = max(draw(st.integers(1, allowed.experts_per_rank)), -(-topk // layout.ep))

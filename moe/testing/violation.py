@@ -30,6 +30,7 @@ CLAIMS: Mapping[str, str] = MappingProxyType(
         "empty_experts_get_zero_gradients": "an expert without rows gets a gradient, and it is exactly zero",
         "identity_experts_return_the_tokens": "with experts that change nothing, tokens come back unchanged",
         "outputs_are_linear_in_the_weights": "f(p + q) = f(p) + f(q) for combine weights p and q",
+        "sums_are_rounded_once": "a token's results are added in at least fp32, then rounded to its dtype",
         "a_second_step_repeats_the_first": "the same object gives the same results when it is used again",
         "the_schedule_does_not_matter": "results are the same, bit for bit, whichever rank runs first",
         "the_layout_does_not_matter": "the same global model and batch give the same results on other ranks",

@@ -151,7 +151,7 @@ def test_a_right_layer_passes() -> None:
         (SkipsTheUnused, {"every_parameter_gets_a_gradient"}),
         (ReadsPadding, {"padding_touches_nothing"}),
         (LossPerRank, {"the_layout_does_not_matter"}),
-        (LosesARank, {"the_layout_does_not_matter"}),
+        (LosesARank, {"the_layout_does_not_matter", "ranks_make_the_same_calls"}),
     ],
 )
 def test_a_fault_is_found_by_the_claim_that_it_breaks_and_replays(fault: Any, claims: set[str]) -> None:
