@@ -19,6 +19,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
@@ -145,7 +146,7 @@ def parse_layout(text: str) -> Layout:
     2
     """
     sizes: dict[str, int | str] = {}
-    known = ("tp", "cp", "dp", "pp", "ep", "etp", "order")
+    known = tuple(field.name for field in fields(Layout))
     for part in text.replace(",", " ").split():
         axis, _, size = part.partition("=")
         if axis not in known:

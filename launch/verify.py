@@ -33,13 +33,14 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 from rich.console import Console
 
 from isozyme.core.config import RunConfig
 from isozyme.core.errors import ConfigError
+from isozyme.core.topology import Layout
 from isozyme.launch.cli import parse_layout
 from isozyme.launch.compose import compose
 from isozyme.launch.verify_all import Subject, families_of, verify_families
@@ -56,7 +57,7 @@ from isozyme.models.types import ModelFactory
 DTYPES = {"fp64": (torch.float64,), "fp32": (torch.float32,), "both": BOTH}
 WIDTH = 140
 """Columns of what is written to a file or a pipe."""
-AXES = ("tp", "cp", "dp", "pp", "ep", "etp", "order")
+AXES = tuple(field.name for field in fields(Layout))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

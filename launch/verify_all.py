@@ -10,7 +10,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 import torch
@@ -26,7 +26,7 @@ from isozyme.launch.verify_run import Setting
 from isozyme.models.types import ModelFactory
 
 DRAWS = 6
-ONE_RANK = tuple(f"layout.{axis}=1" for axis in ("tp", "cp", "dp", "pp", "ep", "etp"))
+ONE_RANK = tuple(f"layout.{field.name}=1" for field in fields(Layout) if field.name != "order")
 
 
 @dataclass(frozen=True, kw_only=True)

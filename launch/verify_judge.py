@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from isozyme.core.errors import BackendError, ConfigError, IsozymeError
-from isozyme.core.topology import Topology
+from isozyme.core.topology import DENSE_AXES, EXPERT_AXES, Topology
 from isozyme.launch.verify_compare import Comparison, compare
 from isozyme.launch.verify_flips import changed_choices, changed_drops, first_differences
 from isozyme.launch.verify_hints import SHOWN, hints, symptoms
@@ -64,7 +64,7 @@ class Outcome:
             lines.append(f"and {len(wrong) - SHOWN} more flips; later ones may follow from the first")
         if self.comparison is not None:
             topology = Topology(setting.layout)
-            sizes = {axis: topology.size(axis) for axis in ("tp", "cp", "dp", "pp", "etp", "ep", "edp")}
+            sizes = {axis: topology.size(axis) for axis in dict.fromkeys((*DENSE_AXES, *EXPERT_AXES))}
             lines += symptoms(self.comparison, self.tolerance)
             pointers = hints(self.comparison, self.tolerance, sizes, topology.world_size)
             lines += [f"hint: {each}" for each in pointers]
