@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check format doctest wheel clean
+.PHONY: help setup train test test-all check format doctest wheel clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,7 +41,10 @@ train: $(VENV)/.runtime  ## train RECIPE (default L0_sanity: a tiny model, no GP
 
 # --- Checks ---------------------------------------------------------------------------------------------------
 
-test: $(VENV)/.dev  ## run the tests on WORKERS processes (ARGS="..." goes to pytest)
+test: $(VENV)/.dev  ## run the tests on WORKERS processes, without the slow ones (ARGS="..." goes to pytest)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(ARGS)
+
+test-all: $(VENV)/.dev  ## run all tests, also those marked slow
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
 check: $(VENV)/.dev  ## style, types, layers and doctests
