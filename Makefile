@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all check format doctest wheel clean
+.PHONY: help setup train test test-all mutants check format doctest wheel clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ test: $(VENV)/.dev  ## run the tests on WORKERS processes, without the slow ones
 
 test-all: $(VENV)/.dev  ## run all tests, also those marked slow
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+mutants: $(VENV)/.dev  ## show that the testing toolkit finds faults (ARGS=--write-report writes docs/testing/mutants.md)
+	$(BIN)/python -m tests.mutants.run --workers $(WORKERS) $(ARGS)
 
 check: $(VENV)/.dev  ## style, types, layers and doctests
 	$(BIN)/ruff check

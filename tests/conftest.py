@@ -18,7 +18,7 @@ settings.register_profile(
     "ci",
     derandomize=True,
     deadline=None,
-    max_examples=50,
+    max_examples=20,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
