@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from isozyme.core.errors import UsageError, did_you_mean
+from isozyme.core.topology import Layout
 from isozyme.moe.testing import arrivals, results
 from isozyme.moe.testing.adapters import DispatcherFactory, Place, Style
 from isozyme.moe.testing.drawing import picture
@@ -254,15 +255,21 @@ class DispatcherJudge:
 
         They come from one rank, or from three: with two, the sum of one may be rounded before it is sent.
         """
-        ep, etp = (world.topology.size(axis) for axis in ("ep", "etp"))
-        apart = world.num_experts // ep if ep > 2 else 1
-        if self.promises.topk < 3 or etp > 1 or (ep < 3 and world.num_experts // ep < 3):
+        if self.promises.topk < 3:
             return
-        three = (0, apart, 2 * apart)
-        ids = tuple(tuple(three for _ in of_rank) for of_rank in world.ids)
-        factors = tuple({0: 1.0, apart: 2.0**-9}.get(expert, -1.0) for expert in range(world.num_experts))
-        plain: dict[str, Any] = {"dropped": (), "zero": (), "dtype": "bfloat16", "memory": "contiguous"}
-        world = replace(world, ids=ids, topk=3, **plain)
+        ranks = 3 if world.ranks > 1 and self.promises.ranks > 2 else 1
+        local = world.num_experts // world.topology.size("ep") if ranks > 1 else max(world.num_experts, 3)
+        apart = local if ranks > 1 else 1
+        sizes = [len(world.ids[rank % world.ranks]) for rank in range(ranks)]
+        factors = tuple({0: 1.0, apart: 2.0**-9}.get(expert, -1.0) for expert in range(ranks * local))
+        world = World(
+            layout=Layout(dp=ranks, ep=ranks),
+            num_experts=ranks * local,
+            topk=3,
+            ids=tuple(((0, apart, 2 * apart),) * size for size in sizes),
+            dtype="bfloat16",
+            schedule=world.schedule,
+        )
         step = Step(inputs=inputs_of(world), identity=True, backward=False, factors=factors)
         (run,) = observe(self.subject, world, step)
         results.sums_are_rounded_once(world, run, factors)

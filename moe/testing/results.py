@@ -132,7 +132,8 @@ def sums_are_rounded_once(world: World, run: Run, factors: Sequence[float]) -> N
             if not bits_equal(seen.out[token], wanted):
                 raise Violation(
                     "sums_are_rounded_once",
-                    f"token {token} of rank {rank} with results times {mine} came back as "
+                    f"with {world.dtype} tokens on {world.ranks} rank(s), of which each gets itself times "
+                    f"{mine} from its experts, token {token} of rank {rank} came back as "
                     f"{short(seen.out[token])}, not {short(wanted)}: the sum was rounded on the way",
                 )
 
