@@ -1,4 +1,4 @@
-"""`isozyme train` over gloo at one layout after another: each goes on from the checkpoint of the one before."""
+"""Train over gloo at one layout after another: each goes on from the checkpoint of the one before."""
 
 from __future__ import annotations
 
