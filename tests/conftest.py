@@ -13,6 +13,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+# Triton reads this when it is imported, which some test or library may do before the first kernel's test.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 # `ci` is the same on every machine and in every run; `HYPOTHESIS_PROFILE=dev make test` looks for new ones.
 settings.register_profile(
     "ci",
