@@ -87,6 +87,7 @@ def test_a_resumed_run_makes_the_same_steps_to_the_last_bit(tmp_path: Path, fast
     assert all((one[name] == other[name]).all() for name in one)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_state_sharded_or_not_and_with_or_without_recomputation(
     tmp_path: Path, fasta: Path
 ) -> None:

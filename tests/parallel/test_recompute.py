@@ -129,6 +129,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "options"), LAYOUTS)
 def test_values_gradients_and_counts_are_bitwise_those_without_recomputation(layout, options):
     plain = seen("none", layout, **options)
@@ -182,6 +183,7 @@ def test_the_second_pass_replays_the_experts_of_the_first():
         assert not torch.equal(first, other.topk_ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["selective", "full"])
 @pytest.mark.parametrize("layout", [Layout(dp=4, ep=4), Layout(cp=2, dp=2, ep=4), Layout(tp=2, dp=2, ep=2)])
 def test_ranks_make_the_same_calls_whoever_has_tokens(mode, layout):
