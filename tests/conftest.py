@@ -1,4 +1,4 @@
-"""What all tests share: hypothesis profiles, the `gpu` marker, a fixed seed, unchecked annotations.
+"""What all tests share: hypothesis profiles, the `gpu` marker, a fixed state, unchecked annotations.
 
 Annotations of the package are checked by the import hook that pyproject.toml names, not from here.
 """
@@ -42,10 +42,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s), found {found}"))
 
 
+THREADS = torch.get_num_threads()
+"""Those of the start (OMP_NUM_THREADS). What is under test may ask for more, as a rank of its own would."""
+
+
 @pytest.fixture(autouse=True)
-def _fixed_seed() -> None:
-    """Each test starts from the same random state, whichever tests ran before it."""
+def _fixed_state() -> None:
+    """Each test starts from the same random state and as many threads, whichever tests ran before it."""
     torch.manual_seed(0)
+    torch.set_num_threads(THREADS)
 
 
 @pytest.fixture
