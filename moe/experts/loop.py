@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -26,14 +27,16 @@ def loop_experts(
     dispatched: Dispatched,
     *,
     recompute: bool = False,
+    linear: Callable[..., Tensor] = F.linear,
 ) -> Float[Tensor, "R H"]:
     """One expert after the other. An empty one multiplies zero rows, so its weights get zero gradients.
 
-    With `recompute` the activation is made a second time in backward, instead of being kept.
+    With `recompute` the activation is made a second time in backward, instead of being kept. `linear(x,
+    weight)` is both products; another one than torch's may round its operands.
     """
     counts, real = dispatched.counts_on_host(), dispatched.num_rows
     results = [
-        through_swiglu(F.linear(x, w_gate_up), p, x.dtype, partial(F.linear, weight=w_down), again=recompute)
+        through_swiglu(linear(x, w_gate_up), p, x.dtype, partial(linear, weight=w_down), again=recompute)
         for x, p, w_gate_up, w_down in zip(
             rows[:real].split(counts),
             probs[:real].split(counts),

@@ -8,7 +8,6 @@ activation from fp32 accumulators. Without quantisation it is `isozyme.moe.exper
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from isozyme.core.mxfp8 import BLOCK, round_to_mxfp8
-from isozyme.moe.experts.activation import through_swiglu
-from isozyme.moe.experts.loop import fill_rows
+from isozyme.moe.experts.loop import loop_experts
 from isozyme.moe.types import Dispatched
 
 
@@ -56,28 +54,8 @@ def mxfp8_emulated_experts(
     *,
     recompute: bool = False,
 ) -> Float[Tensor, "R H"]:
-    """One expert after the other, with quantised products; blocks never cross an expert's rows.
-
-    With `recompute` the activation is made a second time in backward, instead of being kept.
-    """
-    counts, real = dispatched.counts_on_host(), dispatched.num_rows
-    results = [
-        through_swiglu(
-            quantized_linear(x, w_gate_up),
-            p,
-            x.dtype,
-            partial(quantized_linear, weight=w_down),
-            again=recompute,
-        )
-        for x, p, w_gate_up, w_down in zip(
-            rows[:real].split(counts),
-            probs[:real].split(counts),
-            gate_up.unbind(0),
-            down.unbind(0),
-            strict=True,
-        )
-    ]
-    return fill_rows(torch.cat(results), rows.shape[0])
+    """`loop_experts` with quantised products; blocks never cross an expert's rows."""
+    return loop_experts(rows, probs, gate_up, down, dispatched, recompute=recompute, linear=quantized_linear)
 
 
 def mxfp8_emulated_problems(hidden: int, ffn: int) -> list[str]:
