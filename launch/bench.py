@@ -33,7 +33,7 @@ from isozyme.launch.bench_problem import Problem
 from isozyme.launch.bench_report import markdown, terminal_tables
 from isozyme.launch.bench_routing import choose_ids
 from isozyme.launch.bench_shapes import shape
-from isozyme.launch.bench_train import bench_train, train_contenders
+from isozyme.launch.bench_train import bench_train, ladder, train_contenders
 from isozyme.launch.bench_workload import workload
 from isozyme.launch.environment import detect
 
@@ -135,6 +135,10 @@ def _train(arguments: argparse.Namespace) -> int:
         overrides=arguments.overrides,
     )
     contenders = train_contenders(arguments.backends, arguments.precisions, arguments.peers)
+    if arguments.ladder and contenders:
+        contenders = list(dict.fromkeys([*ladder(contenders[0], arguments.ladder), *contenders]))
+    for contender in contenders:
+        chosen.config(*contender.overrides())  # refuses a wrong setting before the first one runs
     settings = {
         "workload": arguments.workload,
         "gpus": world_size,

@@ -67,7 +67,19 @@ def _add_case(to: Parser) -> None:
 def _add_train(to: Parser) -> None:
     to.add_argument("workload", help=f"{', '.join(WORKLOADS)}, a preset, or a recipe")
     to.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the run")
-    to.add_argument("--backends", type=_names, default=["auto"], help="as for layer; auto is the product's")
+    to.add_argument(
+        "--backends",
+        type=_names,
+        default=["auto"],
+        help="as for layer; auto is the product's; auto+optim.sharded=true has a setting of its own",
+    )
+    to.add_argument(
+        "--ladder",
+        nargs="+",
+        default=[],
+        metavar="key=value",
+        help="run the first backend again with each of these added to those before it",
+    )
     to.add_argument("--precisions", type=_names, default=["bf16"])
     to.add_argument("--peers", type=_names, default=[], help=f"of {', '.join(TRAIN_PEERS)}")
     to.add_argument("--layers", type=int)

@@ -96,12 +96,14 @@ def measure(order: Order, place: RankEnvironment) -> dict[str, Any]:
         device=device,
         timeout=timedelta(seconds=config.train.timeout_s),
     ):
-        return _measure(order, place, device, _peer_steps(order, choice, device, place.world_size))
+        return _measure(order, place, device, _peer_steps(order, choice, device, place))
 
 
-def _peer_steps(order: Order, choice: Choice, device: torch.device, world_size: int) -> Steps:
+def _peer_steps(order: Order, choice: Choice, device: torch.device, place: RankEnvironment) -> Steps:
     config = Workload(recipe=order.recipe, overrides=tuple(order.overrides)).config()
-    return fsdp2_steps(config, PEERS[order.contender], device, choice.dtype, world_size)
+    return fsdp2_steps(
+        config, PEERS[order.contender], device, choice.dtype, rank=place.rank, world_size=place.world_size
+    )
 
 
 def _meeting_point(order: Order, place: RankEnvironment) -> str:
@@ -114,14 +116,12 @@ def _meeting_point(order: Order, place: RankEnvironment) -> str:
 def _measure(order: Order, place: RankEnvironment, device: torch.device, steps: Steps) -> dict[str, Any]:
     config = Workload(recipe=order.recipe, overrides=tuple(order.overrides)).config()
     with peak_memory(device) as peak:
-        timed = time_steps(
-            steps.step, config, device, rank=place.rank, warm_up=order.warm_up, steps=order.steps
-        )
+        timed = time_steps(steps, config, device, warm_up=order.warm_up, repeats=order.steps)
         peak_bytes = peak()
     choices = dict(steps.choices)
     del steps
     free(device)
-    tokens = config.train.micro_batch * config.data.window
+    tokens = config.train.global_batch * config.data.window // place.world_size
     per_token = training_flops_per_token(config.model, config.data.window)
     rate = tokens / timed.median_s
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None

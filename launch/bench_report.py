@@ -31,8 +31,18 @@ def _count(key: str) -> Callable[[Row], str]:
     return lambda row: "–" if row.get(key) is None else str(row[key])
 
 
+def _implementation(row: Row) -> str:
+    settings = "".join(f" + {each}" for each in row.get("contender_settings", ()))
+    return f"{row['name']}{' (peer)' if row['kind'] == 'peer' else ''}{settings}"
+
+
+def _optimiser(row: Row) -> str:
+    """Its kernel, without the reasons why not another."""
+    return str(row.get("choices", {}).get("optimiser", "–")).split("; ")[0].rstrip(")")
+
+
 _LAYER: tuple[Column, ...] = (
-    ("implementation", lambda row: f"{row['name']}{' (peer)' if row['kind'] == 'peer' else ''}"),
+    ("implementation", _implementation),
     ("precision", lambda row: str(row["precision"])),
     ("ms", _number("ms", ".2f")),
     ("low–high", _spread("ms_low", "ms_high")),
@@ -56,6 +66,7 @@ _TRAIN: tuple[Column, ...] = (
     ("step ms", _number("step_ms", ",.1f")),
     ("low–high", _spread("step_ms_low", "step_ms_high")),
     ("peak GiB", _number("peak_bytes", ",.1f", 2**-30)),
+    ("optimiser", _optimiser),
     ("loss", lambda row: f"{row['first_loss']:.3f} → {row['last_loss']:.3f}" if "first_loss" in row else "–"),
 )
 

@@ -1,7 +1,7 @@
 """Training steps to be timed: ours, through the trainer's own step, and Hugging Face's Mixtral with FSDP2.
 
-Both take the same random tokens, one micro-batch a step, and end a step with clipped gradients, an AdamW
-update (torch's fused one) and the loss on the host.
+Both take random tokens, as many a rank, and end a step with clipped gradients, an AdamW update and the loss
+on the host. Ours trains with what its configuration says; by default that is torch's fused AdamW, as theirs.
 """
 
 from __future__ import annotations
@@ -22,21 +22,20 @@ from isozyme.core.config import RunConfig
 from isozyme.core.errors import BackendError
 from isozyme.core.genome.windows import totals_of
 from isozyme.launch.bench_measure import synchronize
+from isozyme.launch.bench_model import device_filled_model
 from isozyme.launch.bench_peers import optional_module
 from isozyme.launch.report import grouped_choices
 from isozyme.launch.step import TrainStep, step_totals
+from isozyme.launch.training_state import training_state
 from isozyme.models.convert import mixtral_config, mixtral_problems
-from isozyme.models.decoder import build_model
-from isozyme.models.types import Chunk
-from isozyme.parallel.grad_buffer import GradientBuffer
-from isozyme.parallel.optimizer import Optimizer
+from isozyme.models.stage import Stage
 from isozyme.parallel.process_groups import ProcessGroups
 
 LEARNING_RATE = 1e-5
 """Small and constant: nothing is learnt from random tokens, and nothing may overflow."""
 
 Step = Callable[[Tensor], float]
-"""One optimiser step on `[B, S + 1]` tokens of this rank (on the CPU); returns the loss."""
+"""One optimiser step on `[B, S + 1]` tokens (on the CPU), B windows in micro-batches; returns the loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,23 +43,38 @@ class Steps:
     """A model that is ready to train."""
 
     step: Step
+    windows: int
+    """B, the windows that this rank's dense replica takes in a step."""
+    replica: int
+    """Number of the dense replica: ranks that have it in common take the same windows."""
     choices: Mapping[str, str] = field(default_factory=dict)
     """What runs, and why."""
 
 
 def our_steps(config: RunConfig, groups: ProcessGroups, device: torch.device, dtype: torch.dtype) -> Steps:
-    """The package's model, gradient buffer, optimiser and step."""
-    model = build_model(config, groups, Chunk.whole(config.model.num_layers), device, dtype)
-    buffer = GradientBuffer(model.parameters(), groups)
-    optimizer = Optimizer(buffer, config.optim)
-    train = TrainStep(model, buffer, optimizer, groups, clip=config.optim.clip)
+    """The package's model, gradient buffer, optimiser and step, as the trainer puts them together."""
+    model = Stage.build(device_filled_model, config, groups, device, dtype)
+    buffer, optimizer = training_state(model, groups, config.optim)
+    train = TrainStep(
+        model,
+        buffer,
+        optimizer,
+        groups,
+        clip=config.optim.clip,
+        expert_bias_rate=config.model.moe.router.expert_bias_rate,
+    )
 
     def step(tokens: Tensor) -> float:
-        batch = random_batch(tokens)
-        totals = step_totals(totals_of([batch]), groups, device)
-        return train([batch.to(device)], totals, LEARNING_RATE).loss
+        batches = [random_batch(part) for part in tokens.split(config.train.micro_batch)]
+        totals = step_totals(totals_of(batches), groups, device)
+        return train([batch.to(device) for batch in batches], totals, LEARNING_RATE).loss
 
-    return Steps(step=step, choices={**grouped_choices(model.choices), "optimiser": str(optimizer.choice)})
+    return Steps(
+        step=step,
+        windows=config.train.global_batch // groups.topology.size("dp"),
+        replica=groups.coordinates["dp"],
+        choices={**grouped_choices(model.choices), "optimiser": str(optimizer.choice)},
+    )
 
 
 def random_batch(tokens: Tensor) -> Batch:
@@ -80,7 +94,13 @@ def random_batch(tokens: Tensor) -> Batch:
 
 
 def fsdp2_steps(
-    config: RunConfig, implementation: str, device: torch.device, dtype: torch.dtype, world_size: int
+    config: RunConfig,
+    implementation: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    rank: int,
+    world_size: int,
 ) -> Steps:
     """`MixtralForCausalLM` of the installed transformers, sharded layer by layer over all ranks.
 
@@ -92,6 +112,7 @@ def fsdp2_steps(
         implementation: how it computes the experts: `eager` or `grouped_mm`.
         device: of this rank.
         dtype: that of the computation.
+        rank: this rank, which is a replica of its own.
         world_size: the number of ranks.
 
     Raises:
@@ -133,15 +154,25 @@ def fsdp2_steps(
     )
 
     def step(tokens: Tensor) -> float:
-        inputs = tokens[:, :-1].to(device)
-        loss = model(input_ids=inputs, labels=inputs, use_cache=False).loss  # it shifts the labels itself
-        loss.backward()
+        parts = tokens[:, :-1].to(device).split(config.train.micro_batch)
+        loss = torch.zeros((), device=device)
+        for part in parts:
+            own = model(input_ids=part, labels=part, use_cache=False).loss / len(
+                parts
+            )  # it shifts the labels
+            own.backward()
+            loss += own.detach()
         torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return float(loss.detach())
+        return float(loss)
 
-    return Steps(step=step, choices={"experts": implementation, "optimiser": "torch.optim.AdamW(fused=True)"})
+    return Steps(
+        step=step,
+        windows=config.train.global_batch // world_size,
+        replica=rank,
+        choices={"experts": implementation, "optimiser": "torch.optim.AdamW(fused=True)"},
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,18 +189,16 @@ class Timed:
         return statistics.median(self.milliseconds) / 1000
 
 
-def time_steps(
-    step: Step, config: RunConfig, device: torch.device, *, rank: int, warm_up: int, steps: int
-) -> Timed:
-    """Run and time steps over fresh random tokens, which differ from rank to rank."""
-    draw = torch.Generator().manual_seed(1000 + rank)
-    shape = (config.train.micro_batch, config.data.window + 1)
+def time_steps(steps: Steps, config: RunConfig, device: torch.device, *, warm_up: int, repeats: int) -> Timed:
+    """Run and time steps over fresh random tokens, which differ from replica to replica."""
+    draw = torch.Generator().manual_seed(1000 + steps.replica)
+    shape = (steps.windows, config.data.window + 1)
     losses, times = [], []
-    for number in range(warm_up + steps):
+    for number in range(warm_up + repeats):
         tokens = torch.randint(config.model.vocab_size, shape, generator=draw)
         synchronize(device)
         began = time.perf_counter()
-        losses.append(step(tokens))
+        losses.append(steps.step(tokens))
         synchronize(device)
         if number >= warm_up:
             times.append(1000 * (time.perf_counter() - began))

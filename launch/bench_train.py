@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ class TrainContender:
     name: str
     """A backend of the registry or `auto`, or a peer."""
     precision: str
+    settings: tuple[str, ...] = ()
+    """Further `key=value` that this contender alone has."""
 
     @property
     def kind(self) -> str:
@@ -43,13 +45,19 @@ class TrainContender:
     def overrides(self) -> list[str]:
         """The settings that make a run this contender."""
         experts = "auto" if self.kind == "peer" else self.name
-        return [f"precision={self.precision}", f"model.moe.experts={experts}"]
+        return [f"precision={self.precision}", f"model.moe.experts={experts}", *self.settings]
 
 
 def train_contenders(
     backends: Sequence[str], precisions: Sequence[str], peers: Sequence[str]
 ) -> list[TrainContender]:
-    """The contenders that the command line names; `te@fp8_current` is one backend in one precision.
+    """The contenders that the command line names.
+
+    Args:
+        backends: `te` is one backend in each of `precisions`, `te@fp8_current` in one, and
+            `auto+optim.sharded=true+optim.overlap_reduce=true` one with settings of its own.
+        precisions: for backends without one.
+        peers: names of `PEERS`.
 
     Raises:
         ConfigError: if a name is unknown.
@@ -57,15 +65,27 @@ def train_contenders(
     known = ["auto", *(each.name for each in BACKENDS)]
     found = []
     for text in backends:
-        name, at, precision = text.partition("@")
+        what, *settings = text.split("+")
+        name, at, precision = what.partition("@")
         if name not in known:
             raise ConfigError(f"unknown expert backend: --backends={text}. {did_you_mean(name, known)}")
-        found += [TrainContender(name=name, precision=p) for p in ([precision] if at else precisions)]
+        found += [
+            TrainContender(name=name, precision=p, settings=tuple(settings))
+            for p in ([precision] if at else precisions)
+        ]
     for name in peers:
         if name not in PEERS:
             raise ConfigError(f"unknown peer: --peers={name}. {did_you_mean(name, PEERS)}")
         found.append(TrainContender(name=name, precision=precisions[0]))
     return list(dict.fromkeys(found))
+
+
+def ladder(contender: TrainContender, settings: Sequence[str]) -> list[TrainContender]:
+    """A contender, and the same with each setting added to those before it."""
+    return [
+        replace(contender, settings=(*contender.settings, *settings[:count]))
+        for count in range(len(settings) + 1)
+    ]
 
 
 def bench_train(
@@ -93,10 +113,13 @@ def bench_train(
         One row each, as soon as it is known; on ranks other than 0 only what this rank saw.
     """
     for number, contender in enumerate(contenders):
-        say(f"  running {contender.name} {contender.precision}")
+        say(f"  running {contender.name} {contender.precision} {' '.join(contender.settings)}".rstrip())
         row: dict[str, Any] = {
-            "name": contender.name, "kind": contender.kind, "precision": contender.precision
-        }  # fmt: skip
+            "name": contender.name,
+            "kind": contender.kind,
+            "precision": contender.precision,
+            "contender_settings": list(contender.settings),
+        }
         with tempfile.TemporaryDirectory(prefix="isozyme-bench-") as folder:
             order = Order(
                 recipe=workload.recipe,

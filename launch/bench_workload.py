@@ -6,9 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from isozyme.core.config import RunConfig
 from isozyme.core.errors import ConfigError
+from isozyme.core.topology import Layout
 from isozyme.launch.compose import compose, recipe_names
 from isozyme.models.presets import PRESETS
 
@@ -53,14 +55,15 @@ def workload(
         name: one of `WORKLOADS`, a preset, or a recipe.
         world_size: the number of ranks.
         layers: depth, if not the model's own.
-        tokens_per_gpu: tokens of one rank in one step, whole windows; one micro-batch.
+        tokens_per_gpu: tokens of one rank in one step, whole windows; by default one window. A dense replica
+            takes those of all its ranks in one micro-batch, or in as many as `train.micro_batch` makes.
         layout: as on the command line; by default dp over all ranks, and ep as large as the experts allow.
-        overrides: further `key=value`.
+        overrides: further `key=value`; they have the last word.
 
     Raises:
         ConfigError: if the name is unknown, or the tokens are not whole windows.
     """
-    recipe, given = name, ["optim.implementation=torch", *overrides]
+    recipe, given = name, ["optim.implementation=torch"]
     if name in WORKLOADS:
         preset, depth, tokens = WORKLOADS[name]
         recipe, layers, tokens_per_gpu = "L0_sanity", layers or depth, tokens_per_gpu or tokens
@@ -74,7 +77,8 @@ def workload(
     if layers is not None:
         given.append(f"model.num_layers={layers}")
     given += ["name=bench", "optim.clip=1.0", "optim.warmup_steps=0", "data.overlap=0"]
-    base = compose(recipe, given)  # only its sizes are used: the layout comes below
+    sizes_only = [each for each in overrides if not each.startswith("train.")]
+    base = compose(recipe, [*given, *sizes_only])  # layout and batch come below
     window = base.data.window
     tokens = tokens_per_gpu or window
     if tokens % window:
@@ -87,10 +91,22 @@ def workload(
         f"dp={world_size}", f"ep={math.gcd(world_size, base.model.moe.router.num_experts)}"
     ]  # fmt: skip
     axes = dict(part.partition("=")[::2] for part in sizes)
-    replicas = int(axes.get("dp", "1"))
     given += [f"layout.{axis}={size}" for axis, size in axes.items()]
-    given += [f"train.micro_batch={windows}", f"train.global_batch={windows * replicas}"]
-    return Workload(recipe=recipe, overrides=tuple(given))
+    replicas = _replicas(axes)
+    given += [
+        f"train.micro_batch={windows * world_size // replicas}",
+        f"train.global_batch={windows * world_size}",
+    ]
+    return Workload(recipe=recipe, overrides=(*given, *overrides))
+
+
+def _replicas(axes: Mapping[str, str]) -> int:
+    """The dense replicas of a layout as it was typed; what is wrong with it is said when it is composed."""
+    known = ("tp", "cp", "dp", "pp", "ep", "etp")
+    sizes: dict[str, Any] = {
+        axis: int(axes[axis]) for axis in known if axes.get(axis, "0").strip("0").isdigit()
+    }
+    return Layout(**sizes).resolved().dp or 1
 
 
 def peak_flops(gpu: str | None) -> float | None:

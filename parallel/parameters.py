@@ -13,7 +13,13 @@ from isozyme.parallel.shard_spec import ShardSpec, attach
 def local_initial_value(
     spec: ShardSpec, groups: ProcessGroups, *, seed: int, device: torch.device | str, dtype: torch.dtype
 ) -> Tensor:
-    """This rank's part of the tensor's initial value, the same slice of the same whole at every layout."""
+    """This rank's part of the tensor's initial value, the same slice of the same whole at every layout.
+
+    On the meta device there is nothing to draw: the result has shape and dtype alone.
+    """
+    kept = dtype if spec.min_dtype is None else torch.promote_types(dtype, spec.min_dtype)
+    if torch.device(device).type == "meta":
+        return torch.empty(spec.local_shape(groups.topology), device=device, dtype=kept)
     value = initial_shard(
         name=spec.name,
         global_shape=spec.global_shape,
@@ -22,7 +28,6 @@ def local_initial_value(
         seed=seed,
         init_dim=spec.init_dim,
     )
-    kept = dtype if spec.min_dtype is None else torch.promote_types(dtype, spec.min_dtype)
     return value.to(device=device, dtype=kept)
 
 

@@ -16,12 +16,19 @@ from isozyme.moe.grouping import group_rows, ungroup_rows
 from isozyme.moe.types import Arrival, ArrivalFunction, Dispatched, ExpertFunction
 from isozyme.parallel.process_groups import ProcessGroups
 
+_ON_META = "not chosen yet: the weights are on the meta device"
+
+
+def _nothing_runs(*_: object) -> Tensor:
+    raise UsageError(f"experts cannot run: backend {_ON_META}. Move them to a device first.")
+
 
 class Experts(nn.Module):
     """Runs this rank's SwiGLU experts on dispatched rows.
 
     The weights are those of `ExpertWeights`, in its canonical shapes, whatever the backend. The backend is
-    chosen once, for the device and dtype given here, and again if the weights are moved or cast.
+    chosen once, for the device and dtype given here, and again if the weights are moved or cast. On the meta
+    device nothing can run, and the choice waits until they are moved from there (`to_empty`).
 
     Args:
         backend: name of a backend of `isozyme.moe.experts.registry`, or `auto`.
@@ -66,10 +73,14 @@ class Experts(nn.Module):
             dtype=dtype,
         )
         self._asked, self._precision, self._recompute = backend, precision, recompute
+        self._function: ExpertFunction | ArrivalFunction = cast(ExpertFunction, _nothing_runs)
         self._choose()
 
     def _choose(self) -> None:
         down = self.weights.down[0]
+        if down.is_meta:
+            self.choice, self.groups_rows = _ON_META, False
+            return
         setting = ExpertSetting(
             device=down.device,
             dtype=down.dtype,

@@ -18,7 +18,7 @@ from isozyme.launch.bench_problem import Problem
 from isozyme.launch.bench_rank import Order, measure
 from isozyme.launch.bench_report import markdown
 from isozyme.launch.bench_shapes import shape
-from isozyme.launch.bench_train import TrainContender, bench_train, train_contenders
+from isozyme.launch.bench_train import TrainContender, bench_train, ladder, train_contenders
 from isozyme.launch.bench_workload import Workload, peak_flops, workload
 from isozyme.launch.cli import main as isozyme
 from isozyme.launch.environment import ALONE
@@ -139,6 +139,42 @@ def test_a_workload_is_cut_to_whole_windows_of_one_micro_batch() -> None:
     assert (mixtral.model.num_layers, mixtral.model.moe.router.num_experts) == (2, 8)
     assert (mixtral.data.window, mixtral.train.micro_batch) == (4096, 1)
     assert workload("sanity", world_size=2, layout="dp=2 ep=1").config().layout.ep == 1
+
+
+def test_overrides_have_the_last_word_and_a_layout_shares_its_windows() -> None:
+    chosen = tiny(world_size=4, tokens_per_gpu=32, layout="dp=2 tp=2 ep=2").config()
+    assert (chosen.train.micro_batch, chosen.train.global_batch) == (4, 8)  # 8 windows of 16 on 4 GPUs
+    accumulating = workload(
+        "L0_sanity",
+        world_size=2,
+        tokens_per_gpu=64,
+        overrides=[*TINY, "train.micro_batch=1", "optim.implementation=auto"],
+    ).config()
+    assert (accumulating.train.micro_batch, accumulating.train.global_batch) == (1, 8)
+    assert accumulating.optim.implementation == "auto"
+
+
+def test_contenders_may_have_settings_of_their_own_and_a_ladder_adds_them_up() -> None:
+    plain, sharded = train_contenders(["auto", "loop@fp32+optim.sharded=true"], ["bf16"], [])
+    assert sharded == TrainContender(name="loop", precision="fp32", settings=("optim.sharded=true",))
+    assert sharded.overrides()[-1] == "optim.sharded=true"
+    rungs = ladder(plain, ["optim.sharded=true", "optim.overlap_reduce=true"])
+    assert [len(each.settings) for each in rungs] == [0, 1, 2]
+    with pytest.raises(ConfigError, match=r"optim\.shard"):
+        main(["train", "L0_sanity", *TINY, "--gpus", "1", "--backends", "auto+optim.shard=true"])
+
+
+def test_settings_of_the_optimiser_are_measured_and_shown(tmp_path: Path) -> None:
+    own = ("optim.sharded=true", "optim.overlap_reduce=true", "train.micro_batch=1")
+    contender = TrainContender(name="loop", precision="fp32", settings=own)
+    row = measured(tmp_path, contender)
+    assert row["tokens_per_gpu"] == 32
+    plain = measured(tmp_path, TrainContender(name="loop", precision="fp32"))
+    assert row["first_loss"] == pytest.approx(plain["first_loss"], rel=1e-5)
+    rows = [{"name": "loop", "kind": "isozyme", "contender_settings": own, **row}]
+    text = markdown([document(kind="train", settings={"workload": "w", "gpus": 1}, rows=rows)])
+    assert "| loop + optim.sharded=true + optim.overlap_reduce=true + train.micro_batch=1 | fp32 |" in text
+    assert "torch.optim.AdamW(fused=True" in text
 
 
 def test_tokens_that_are_no_whole_windows_are_refused() -> None:
