@@ -20,6 +20,7 @@ setup(
     package_data={
         "isozyme": ["py.typed"],
         "isozyme.core": ["sample/*"],
+        "isozyme.moe.experts": ["measured_on/*.json"],
         "isozyme.launch": ["recipes/*.yaml", "scripts/*"],
     },
 )

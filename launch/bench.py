@@ -28,6 +28,7 @@ from isozyme.launch.bench_contenders import default_backends, default_precision,
 from isozyme.launch.bench_document import new_document, read_document, write_document
 from isozyme.launch.bench_layer import Effort, bench_cases, case_of
 from isozyme.launch.bench_measure import free
+from isozyme.launch.bench_measured import measured_table, write_table
 from isozyme.launch.bench_peers import peer_contenders
 from isozyme.launch.bench_problem import Problem
 from isozyme.launch.bench_report import markdown, terminal_tables
@@ -167,7 +168,11 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    text = markdown([read_document(path) for path in arguments.files])
+    documents = [read_document(path) for path in arguments.files]
+    if arguments.auto_table is not None:
+        write_table(measured_table(documents), arguments.auto_table)
+        return 0
+    text = markdown(documents)
     if arguments.out is None:
         print(text, end="")
     else:

@@ -100,6 +100,12 @@ def _add_common(to: Parser, repeats: int) -> None:
 def _add_report(to: Parser) -> None:
     to.add_argument("files", nargs="+", type=Path, metavar="JSON")
     to.add_argument("--out", type=Path, help="file to write; the terminal if left out")
+    to.add_argument(
+        "--auto-table",
+        type=Path,
+        metavar="JSON",
+        help="write instead the times by which experts=auto chooses (a file of moe/experts/measured_on)",
+    )
 
 
 def _names(text: str) -> list[str]:

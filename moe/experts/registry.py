@@ -1,11 +1,13 @@
 """The table of expert backends, and the choice among them.
 
 A backend says in words what keeps it from running here. One that the user named runs, or an error lists every
-unmet condition; `auto` takes the first of the table that can run, and says why not those before it.
+unmet condition. `auto` takes the one that was measured to be the fastest, where something was measured on
+this kind of GPU, else the first of the table that can run; and it says why, and why not the others.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +20,7 @@ from isozyme.moe.experts.fused_mlp_conditions import INTERLEAVE, fused_mlp_facts
 from isozyme.moe.experts.grouped_mm import grouped_mm_experts, grouped_mm_problems
 from isozyme.moe.experts.grouped_mm_fused import grouped_mm_fused_experts, grouped_mm_fused_problems
 from isozyme.moe.experts.loop import loop_experts
+from isozyme.moe.experts.measured import MeasuredTable, Measurement, Shape, measured_on
 from isozyme.moe.experts.mxfp8_emulated import mxfp8_emulated_experts, mxfp8_emulated_problems
 from isozyme.moe.experts.storage import ExpertWeights
 from isozyme.moe.experts.te import TEExperts, te_problems
@@ -161,11 +164,14 @@ MXFP8_EMULATED = Backend(
 )
 
 BACKENDS: tuple[Backend, ...] = (TE_FUSED, GROUPED_MM_FUSED, TE, GROUPED_MM, LOOP, MXFP8_EMULATED, TE_OPS)
-"""All backends, in the order in which `auto` tries them: the fastest first (docs/benchmarks/h200.md)."""
+"""All backends, in the order in which `auto` tries them where nothing was measured."""
 
 
 def choose_backend(
-    name: str, setting: ExpertSetting, backends: Sequence[Backend] = BACKENDS
+    name: str,
+    setting: ExpertSetting,
+    backends: Sequence[Backend] = BACKENDS,
+    measured: MeasuredTable | None = None,
 ) -> tuple[Backend, str]:
     """The backend that runs, and why that one.
 
@@ -173,9 +179,12 @@ def choose_backend(
         name: the name of a backend, or `auto`.
         setting: where it shall run.
         backends: the table, in the order in which `auto` tries it.
+        measured: times on this kind of GPU; by default those that come with the package, if it has any. The
+            shape in them counts that is nearest to the setting's, and of backends only those in them.
 
     Returns:
-        The backend, and a sentence such as `auto chose loop (grouped_mm cannot run: it multiplies …)`.
+        The backend, and a sentence such as `auto chose loop (grouped_mm cannot run: it multiplies …)` or
+        `auto chose te (measured fastest at h=4096 …, fp8_current, NVIDIA H200: 20.96 ms)`.
 
     Raises:
         BackendError: if there is no such backend, or it (with `auto`: every one) cannot run here.
@@ -196,14 +205,46 @@ def choose_backend(
             lines = "".join(f"\n  - {each}" for each in unmet)
             raise BackendError(f"experts={name} cannot run here:{lines}\nUse experts=auto, or change these.")
         return found, f"{name}, as asked"
-    refusals: list[str] = []
-    for backend in backends:
-        if not backend.suits(setting):
-            continue
-        unmet = backend.problems(setting)
-        if not unmet:
-            why = f" ({'; '.join(refusals)})" if refusals else ""
-            return backend, f"auto chose {backend.name}{why}"
-        refusals.append(f"{backend.name} cannot run: {', '.join(unmet)}")
-    lines = "".join(f"\n  - {each}" for each in refusals)
-    raise BackendError(f"experts=auto: no backend can run here:{lines}")
+    return _choose_automatically(setting, backends, measured or measured_on(setting.device))
+
+
+def _choose_automatically(
+    setting: ExpertSetting, backends: Sequence[Backend], table: MeasuredTable | None
+) -> tuple[Backend, str]:
+    considered = [backend for backend in backends if backend.suits(setting)]
+    unmet = {backend.name: backend.problems(setting) for backend in considered}
+    refusals = {name: f"{name} cannot run: {', '.join(found)}" for name, found in unmet.items() if found}
+    usable = [backend for backend in considered if not unmet[backend.name]]
+    if not usable:
+        lines = "".join(f"\n  - {each}" for each in refusals.values())
+        raise BackendError(f"experts=auto: no backend can run here:{lines}")
+    nearest = None if table is None else table.nearest(setting.gemm_precision, _shape_of(setting))
+    if table is not None and nearest is not None and any(each.name in nearest.ms for each in usable):
+        best = min(usable, key=lambda each: nearest.ms.get(each.name, math.inf))
+        plain = table.nearest("bf16", nearest.shape)
+        reasons = [_measured_words(best, usable, nearest, plain, table.gpu), *refusals.values()]
+    else:
+        best = usable[0]
+        before = [each.name for each in considered[: considered.index(best)]]
+        reasons = [refusals[name] for name in before]
+        if setting.device.type == "cuda":
+            reasons.append(f"in {setting.gemm_precision} none of them was measured on this kind of GPU")
+    why = f" ({'; '.join(reasons)})" if reasons else ""
+    return best, f"auto chose {best.name}{why}"
+
+
+def _shape_of(setting: ExpertSetting) -> Shape:
+    return Shape(hidden=setting.hidden, ffn=setting.ffn, num_local_experts=setting.num_local_experts)
+
+
+def _measured_words(
+    best: Backend, usable: Sequence[Backend], found: Measurement, plain: Measurement | None, gpu: str
+) -> str:
+    """`measured fastest at h=4096 … , bf16, NVIDIA H200: 28.20 ms; te 29.28`, and whether bf16 is faster."""
+    others = [each.name for each in usable if each.name in found.ms and each is not best]
+    times = [f"{found.ms[best.name]:.2f} ms", *(f"{name} {found.ms[name]:.2f}" for name in others)]
+    if plain is not None and plain.shape == found.shape:
+        name = min(plain.ms, key=plain.ms.__getitem__)
+        if plain.ms[name] < found.ms[best.name]:
+            times.append(f"precision=bf16 is faster there: {name} {plain.ms[name]:.2f}")
+    return f"measured fastest at {found.shape}, {found.precision}, {gpu}: {'; '.join(times)}"

@@ -14,6 +14,7 @@ from isozyme.launch.bench import main
 from isozyme.launch.bench_ablation import CHAINED, LEFT_OUT, bench_ablation
 from isozyme.launch.bench_document import read_document, write_document
 from isozyme.launch.bench_layer import Effort
+from isozyme.launch.bench_measured import measured_table
 from isozyme.launch.bench_problem import Problem
 from isozyme.launch.bench_rank import Order, measure
 from isozyme.launch.bench_report import markdown
@@ -239,6 +240,44 @@ def test_reports_merge_files_and_name_the_machine_and_what_failed(tmp_path: Path
     assert "grouped GEMMs alone 660.0 TFLOP/s" in text
     assert "triton" not in text
     assert markdown([document()]) in text
+
+
+def test_the_table_of_auto_is_made_from_the_published_results(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    published = sorted((root / "docs/benchmarks/results").glob("*.json"))
+    made = tmp_path / "table.json"
+    assert main(["report", *map(str, published), "--auto-table", str(made)]) == 0
+    assert made.read_text() == (root / "moe/experts/measured_on/nvidia-h200.json").read_text()
+
+
+def test_only_balanced_rows_of_ours_that_agreed_enter_the_table_and_the_latest_counts() -> None:
+    def layer(date: str, gpu: str | None, *rows: tuple[str, str, str, str, float]) -> dict[str, Any]:
+        return document(
+            date=date,
+            hardware={"gpu": gpu},
+            cases=[{"shape": {"name": "s", "topk": 2, "hidden": 4, "ffn": 6, "num_experts": 3}}],
+            rows=[
+                dict(zip(("name", "kind", "status", "routing", "ms"), row, strict=True))
+                | {"precision": "bf16", "shape": "s", "tokens": 8}
+                for row in rows
+            ],
+        )
+
+    new = layer(
+        "2030-01-02",
+        "G",
+        ("te", "isozyme", "ok", "balanced", 3.0),
+        ("loop", "isozyme", "ok", "hot:0.5", 1.0),
+        ("hf-eager", "peer", "ok", "balanced", 1.0),
+        ("te_ops", "isozyme", "FAILED", "balanced", 1.0),
+    )
+    old = layer("2030-01-01", "G", ("te", "isozyme", "ok", "balanced", 9.0))
+    (found,) = measured_table([new, old, document(kind="train")])["measurements"]
+    assert (found["ms"], found["rows"], found["num_local_experts"]) == ({"te": 3.0}, 16, 3)
+    with pytest.raises(DataError, match="GPUs=G, H"):
+        measured_table([new, layer("2030-01-01", "H")])
+    with pytest.raises(DataError, match="GPUs=None"):
+        measured_table([layer("2030-01-01", None)])
 
 
 def test_a_file_that_is_no_benchmark_is_refused(tmp_path: Path) -> None:

@@ -11,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from isozyme.core.errors import BackendError, ConfigError, UsageError
+from isozyme.core.errors import BackendError, ConfigError, DataError, UsageError
 from isozyme.core.topology import Layout, Topology
 from isozyme.moe.experts.experts import Experts
 from isozyme.moe.experts.grouped_mm import grouped_linear, grouped_mm_experts, row_offsets
 from isozyme.moe.experts.loop import loop_experts
-from isozyme.moe.experts.registry import Backend, ExpertSetting, choose_backend
+from isozyme.moe.experts.measured import MeasuredTable, Measurement, Shape, shipped_tables, table_from
+from isozyme.moe.experts.registry import GROUPED_MM, LOOP, Backend, ExpertSetting, choose_backend
 from isozyme.moe.experts.storage import ExpertWeights, stack_of
 from isozyme.moe.types import Dispatched, ExpertFunction
 from isozyme.parallel.communicator import Communicator, SingleCommunicator
@@ -194,6 +195,62 @@ def test_auto_says_what_it_chose_and_why_not_the_others() -> None:
     assert "grouped_mm cannot run" in reason
     assert "float64" in reason
     assert "hidden=7 x 8 bytes = 56" in reason
+
+
+def planted(**ms: float) -> MeasuredTable:
+    """Two shapes in fp32, the nearer one to `setting()` with these times, the other one with the reverse."""
+    far = dict(zip(ms, sorted(ms.values(), reverse=True), strict=True))
+    near = Shape(hidden=HIDDEN, ffn=2 * FFN, num_local_experts=2)
+    return MeasuredTable(
+        gpu="a GPU",
+        measurements=(
+            Measurement(precision="fp32", shape=Shape(hidden=512, ffn=FFN, num_local_experts=64), ms=far),
+            Measurement(precision="fp32", shape=near, ms=ms),
+            Measurement(precision="fp64", shape=near, ms={"grouped_mm": 1.0, "te": 2.0}),
+        ),
+    )
+
+
+def test_auto_takes_what_was_measured_fastest_at_the_nearest_shape() -> None:
+    assert choose_backend("auto", setting())[0].name == "grouped_mm"  # by the fixed order
+    backend, words = choose_backend("auto", setting(), measured=planted(loop=1.5, grouped_mm=2.0))
+    assert backend.name == "loop"
+    where = "h=16 f=16 E=2 rows=32,768, fp32, a GPU"
+    assert words == f"auto chose loop (measured fastest at {where}: 1.50 ms; grouped_mm 2.00)"
+    far = setting(hidden=512, ffn=16, num_local_experts=64)
+    assert choose_backend("auto", far, measured=planted(loop=1.5, grouped_mm=2.0))[0].name == "grouped_mm"
+
+
+def test_a_measured_backend_that_cannot_run_is_passed_over_and_one_never_measured_does_not_win() -> None:
+    no_luck = Backend(name="te", problems=lambda _: ["no luck"], build=lambda _s, _w: loop_experts)
+    unknown = Backend(name="new", problems=lambda _: [], build=lambda _s, _w: loop_experts)
+    table = planted(te=1.0, loop=1.5, grouped_mm=2.0)
+    backend, words = choose_backend("auto", setting(), (unknown, no_luck, GROUPED_MM, LOOP), table)
+    assert backend.name == "loop"
+    assert "1.50 ms; grouped_mm 2.00; te cannot run: no luck" in words
+
+
+def test_a_precision_in_which_nothing_usable_was_measured_keeps_the_fixed_order() -> None:
+    assert choose_backend("auto", setting(dtype=torch.float64), measured=planted(loop=1.0))[0].name == "loop"
+    backend, _ = choose_backend("auto", setting(dtype=torch.bfloat16), measured=planted(loop=1.0))
+    assert backend.name == "grouped_mm"
+
+
+def test_a_user_of_8_bits_hears_where_bf16_is_faster() -> None:
+    (table,) = [each for each in shipped_tables() if each.gpu == "NVIDIA H200"]
+    te = Backend(name="te", problems=lambda _: [], build=lambda _s, _w: loop_experts)
+
+    def words(hidden: int, ffn: int, experts: int) -> str:
+        asked = setting(hidden=hidden, ffn=ffn, num_local_experts=experts, precision="fp8_current")
+        return choose_backend("auto", asked, (te,), table)[1]
+
+    assert "precision=bf16 is faster there: grouped_mm_fused" in words(2048, 768, 64)
+    assert "bf16" not in words(4096, 14_336, 8)
+
+
+def test_a_table_of_another_kind_is_refused() -> None:
+    with pytest.raises(DataError, match="schema="):
+        table_from({"schema": "other"}, "x.json")
 
 
 def test_a_named_backend_that_cannot_run_is_refused_with_every_unmet_condition() -> None:

@@ -13,7 +13,7 @@ import pytest
 from tests.repo import wheel_smoke
 from tests.repo.source_tree import ROOT, TREES, module_name, package_files
 
-DATA = ("core/sample/*", "launch/recipes/*.yaml", "launch/scripts/*")
+DATA = ("core/sample/*", "launch/recipes/*.yaml", "moe/experts/measured_on/*.json", "launch/scripts/*")
 
 
 @pytest.fixture(scope="module")
