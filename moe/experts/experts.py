@@ -37,6 +37,10 @@ class Experts(nn.Module):
 
     The other arguments are those of `ExpertWeights`.
 
+    Attributes:
+        backend: the name of the one that runs; None on the meta device.
+        choice: the same in words, with the reason.
+
     Raises:
         BackendError: if the backend cannot run here; the message lists every unmet condition.
         ConfigError: if the layout does not divide the experts.
@@ -73,13 +77,14 @@ class Experts(nn.Module):
             dtype=dtype,
         )
         self._asked, self._precision, self._recompute = backend, precision, recompute
+        self.backend: str | None
         self._function: ExpertFunction | ArrivalFunction = cast(ExpertFunction, _nothing_runs)
         self._choose()
 
     def _choose(self) -> None:
         down = self.weights.down[0]
         if down.is_meta:
-            self.choice, self.groups_rows = _ON_META, False
+            self.choice, self.backend, self.groups_rows = _ON_META, None, False
             return
         setting = ExpertSetting(
             device=down.device,
@@ -91,6 +96,7 @@ class Experts(nn.Module):
             recompute=self._recompute,
         )
         backend, self.choice = choose_backend(self._asked, setting)
+        self.backend = backend.name
         self._function = backend.build(setting, self.weights)
         self.groups_rows = backend.groups_rows
 
