@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from isozyme.core.errors import ConfigError, UsageError
 from isozyme.parallel.communicator import Pending
-from isozyme.parallel.grad_layout import Segment, agree_on_buckets
+from isozyme.parallel.grad_layout import Segment, agree_on_buckets, stack_in
 from isozyme.parallel.grad_packing import pack
 from isozyme.parallel.grad_reduce import finish_gather, finish_sum, start_gather, start_sum
+from isozyme.parallel.main_grad import MainGradUse, claim, fill, use_of
 from isozyme.parallel.process_groups import ProcessGroups
 
 
@@ -25,12 +26,14 @@ class GradientBuffer:
     """Gradients of all parameters of one rank, from the first micro-batch to the optimiser step.
 
     A step is `zero()`, then a backward for each micro-batch, then `reduce()` once. Sums are never averaged:
-    the loss has been divided by the step's count of labels already.
+    the loss has been divided by the step's count of labels already. The first gradient of a step overwrites
+    `main_grad`, so between `zero()` and `reduce()` it means something only after `settle()`.
 
     A backward that adds a weight gradient to `parameter.main_grad` by itself sets
     `parameter.grad_added_to_main_grad = True` and returns any placeholder (it is dropped unread), or returns
     None and leaves the flag alone. It must not be mixed with an ordinary gradient of the same parameter in
-    the same backward.
+    the same backward. If it asks `isozyme.parallel.main_grad.claim`, it may be told to overwrite; a parameter
+    that was not claimed in one step is filled with zeros for the next, so that it need not ask.
 
     Args:
         parameters: the parameters of this rank, each with a `ShardSpec`, in an order that is the same on all
@@ -77,6 +80,9 @@ class GradientBuffer:
         self._pending: list[Pending | None] = []
         self._peaks: dict[int, tuple[Tensor, ...]] = {}
         """Largest magnitude of each tensor of a shared bucket, before the ranks' parts were added."""
+        self._parameters = [segment.parameter for group in self.flat for segment in group.segments]
+        self._gaps = [gap for group in self.flat for gap in group.gaps()]
+        """What lies between parameters: never written but by reductions, of zeros."""
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         for index, bucket in enumerate(self.buckets):
             for segment in bucket.segments:
@@ -98,16 +104,27 @@ class GradientBuffer:
             raise UsageError(
                 "zero() while buckets are being reduced: call reduce() first, which waits for them."
             )
-        for group in self.flat:
-            group.data.zero_()
-            for segment in group.segments:
-                segment.parameter.grad = None
-                segment.parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        if self._gaps:
+            torch._foreach_zero_(self._gaps)
+        for parameter in self._parameters:
+            parameter.grad = None
+            parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        claimed = [use_of(parameter).claimed for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.main_grad_use = MainGradUse(stale=True)  # type: ignore[attr-defined]
+        fill(p for p, known in zip(self._parameters, claimed, strict=True) if not known)
         self._reduced = False
         self._ready.clear()
         self._passes_left.clear()
         self._pending.clear()
         self._peaks.clear()
+
+    def settle(self) -> None:
+        """Fill with zeros what no gradient has come for yet: for those who use `main_grad` before `reduce()`.
+
+        Later gradients are added. `reduce()` does it by itself.
+        """
+        fill(self._parameters)
 
     def ready(self, bucket: int) -> None:
         """Say that no further gradient will come for a bucket, so that its reduction may start.
@@ -177,6 +194,7 @@ class GradientBuffer:
 
         Slices with one owner have 1. What an optimiser reads lies within these.
         """
+        self.settle()
         if self.sharded:
             return [(bucket.group.data[bucket.own], 1) for bucket in self.buckets]
         return [(group.data, group.num_replicas) for group in self.flat]
@@ -200,28 +218,8 @@ class GradientBuffer:
         Raises:
             ValueError: if they are not adjacent in the buffer.
         """
-        places = {
-            id(segment.parameter): (group, segment) for group in self.flat for segment in group.segments
-        }
-        found = [places.get(id(parameter)) for parameter in parameters]
-        if not found or found[0] is None:
-            raise ValueError("stack_view needs at least one parameter, all of them in this gradient buffer.")
-        group, first = found[0]
-        end = first.start
-        for place in found:
-            if (
-                place is None
-                or place[0] is not group
-                or place[1].start != end
-                or place[1].parameter.shape != first.parameter.shape
-            ):
-                raise ValueError(
-                    f"the gradients from {first.spec.name} on are not one contiguous stack of "
-                    f"{len(found)} x {tuple(first.parameter.shape)}. Make the parameters consecutive views "
-                    "of one tensor, and give them in its order."
-                )
-            end = place[1].stop
-        return group.data[first.start : end].view(len(found), *first.parameter.shape)
+        fill(parameters)
+        return stack_in(self.flat, parameters)
 
     def non_finite(self) -> list[str]:
         """Global names of tensors whose gradient *on this rank* is not finite.
@@ -229,6 +227,7 @@ class GradientBuffer:
         Of tensors that are summed over ranks it is this rank's own part that counts (as it was before the
         sum, which spreads a NaN to everybody).
         """
+        self.settle()
         names: list[str] = []
         for index, bucket in enumerate(self.buckets):
             segments = [segment for segment in bucket.segments if segment.parameter.numel()]
@@ -245,6 +244,7 @@ class GradientBuffer:
         for segment in self.segments:
             del segment.parameter.main_grad  # type: ignore[attr-defined]
             del segment.parameter.grad_added_to_main_grad  # type: ignore[attr-defined]
+            del segment.parameter.main_grad_use  # type: ignore[attr-defined]
         self._hooks.clear()
 
     def _adopt(self, segment: Segment, main_grad: Tensor, bucket: int) -> None:
@@ -255,6 +255,7 @@ class GradientBuffer:
             )
         parameter.main_grad = main_grad  # type: ignore[attr-defined]
         parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        parameter.main_grad_use = MainGradUse()  # type: ignore[attr-defined]
         parameter.grad = None
         hook = partial(self._move, segment.spec.name, main_grad, bucket)
         self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
@@ -268,8 +269,17 @@ class GradientBuffer:
             )
         if parameter.grad_added_to_main_grad:  # type: ignore[attr-defined]
             parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+            if use_of(parameter).stale:
+                raise UsageError(
+                    f"a backward added to {name}.main_grad, which still held the numbers of the step before: "
+                    "this parameter got ordinary gradients then. Call isozyme.parallel.main_grad.claim in "
+                    "that backward, and do as it says."
+                )
         elif parameter.grad is not None:
-            main_grad.add_(parameter.grad)
+            if claim([parameter]):
+                main_grad.copy_(parameter.grad)
+            else:
+                main_grad.add_(parameter.grad)
         parameter.grad = None
 
     def _must_be_open(self, call: str) -> None:
@@ -281,6 +291,7 @@ class GradientBuffer:
 
     def _start(self, index: int) -> None:
         bucket = self.buckets[index]
+        fill(segment.parameter for segment in bucket.segments)
         if bucket.group.communicators:
             views = [s.view(bucket.group.data) for s in bucket.segments if s.parameter.numel()]
             if views:

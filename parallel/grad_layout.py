@@ -52,6 +52,17 @@ class FlatGroup:
     data: Tensor
     segments: tuple[Segment, ...]
 
+    def gaps(self) -> list[Tensor]:
+        """The parts of `data` that belong to no parameter: alignment, and padding of buckets."""
+        found, end = [], 0
+        for segment in sorted(self.segments, key=lambda segment: (segment.start, segment.stop)):
+            if segment.start > end:
+                found.append(self.data[end : segment.start])
+            end = segment.stop
+        if end < self.data.numel():
+            found.append(self.data[end:])
+        return found
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Bucket:
@@ -142,3 +153,31 @@ def agree_on_buckets(buckets: Sequence[Bucket]) -> None:
                 f"parameters differ {where} ({bucket.group.name}). Build the same model on all of them, "
                 "with parameters in the same order."
             )
+
+
+def stack_in(flat: Sequence[FlatGroup], parameters: Sequence[nn.Parameter]) -> Tensor:
+    """The gradients of equally shaped, adjacent parameters: a view `[len(parameters), ...]` of their group.
+
+    Raises:
+        ValueError: if they are not adjacent in one group.
+    """
+    places = {id(segment.parameter): (group, segment) for group in flat for segment in group.segments}
+    found = [places.get(id(parameter)) for parameter in parameters]
+    if not found or found[0] is None:
+        raise ValueError("stack_view needs at least one parameter, all of them in this gradient buffer.")
+    group, first = found[0]
+    end = first.start
+    for place in found:
+        if (
+            place is None
+            or place[0] is not group
+            or place[1].start != end
+            or place[1].parameter.shape != first.parameter.shape
+        ):
+            raise ValueError(
+                f"the gradients from {first.spec.name} on are not one contiguous stack of "
+                f"{len(found)} x {tuple(first.parameter.shape)}. Make the parameters consecutive views "
+                "of one tensor, and give them in its order."
+            )
+        end = place[1].stop
+    return group.data[first.start : end].view(len(found), *first.parameter.shape)

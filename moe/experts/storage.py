@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from isozyme.core.errors import ConfigError, UsageError, divisors
 from isozyme.core.initialisation import Init
 from isozyme.moe.kernels.accumulate import accumulate
+from isozyme.parallel.main_grad import claim
 from isozyme.parallel.parameters import local_initial_value
 from isozyme.parallel.process_groups import ProcessGroups
 from isozyme.parallel.shard_spec import ShardSpec, attach, spec_of
@@ -195,7 +196,7 @@ class _Stack(torch.autograd.Function):
         main = main_grad_stack(ctx.parameters)
         if main is None:
             return grads[0].contiguous().unbind(0)
-        accumulate(main, grads[0])
+        accumulate(main, grads[0], first=claim(ctx.parameters))
         return (None,) * len(ctx.parameters)
 
 
@@ -211,7 +212,8 @@ def stack_of(parameters: Sequence[Tensor]) -> Tensor:
 
     In backward each parameter gets its slice of the stack's gradient, a view, exactly zero for an expert
     without rows: so every expert takes part in whatever waits for gradients. Where a gradient buffer has
-    given them adjacent `main_grad`, the whole stack is added to it at once and no single gradient appears.
+    given them adjacent `main_grad`, the whole stack is written or added to it at once (see
+    `isozyme.parallel.main_grad`) and no single gradient appears.
 
     Raises:
         UsageError: if they do not lie side by side in one storage.

@@ -20,6 +20,7 @@ from isozyme.core.config import Precision
 from isozyme.core.precision import TRAITS, precision_problems
 from isozyme.moe.experts.arrived import no_rows, weights_by_row
 from isozyme.moe.experts.storage import ExpertWeights
+from isozyme.moe.experts.te_main_grad import claim_in_backward
 from isozyme.moe.kernels.row_map import row_map
 from isozyme.moe.kernels.rows import gather_rows, scatter_rows
 from isozyme.moe.kernels.swiglu import swiglu_prob
@@ -128,6 +129,8 @@ class _EmptyGroupedLinear:
         for index, weight in enumerate(weights):
             self._module.__dict__[f"weight{index}"] = weight
         result: Tensor = self._module(rows, splits)
+        if fused:
+            claim_in_backward(result, parameters)
         return result
 
     def _leaves_of(self, parameters: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:

@@ -89,6 +89,7 @@ def test_five_steps_on_a_gpu_equal_five_on_the_cpu(implementation, dtype, sharde
         assert all(torch.equal(before[name], tensor) for name, tensor, _ in everything)
 
     buffer.zero()
+    buffer.settle()
     module["c"].main_grad[0, 0, 0] = float("nan")
     buffer.reduce()
     with pytest.raises(NonFiniteError, match="rank 0: c"):
