@@ -83,7 +83,8 @@ def _route(problem: Problem, fused: bool) -> tuple[Tensor, Tensor]:
     wide = problem.topk_probs.dtype
     logits = F.linear(problem.tokens.to(wide), problem.router.to(wide)) + problem.logit_offset
     if fused:
-        _, ids, probs, _ = router_topk(logits, problem.shape.topk, True, 1.0)
+        everywhere = torch.ones(logits.shape[0], dtype=torch.bool, device=logits.device)
+        _, ids, probs, _, _ = router_topk(logits, everywhere, 1, problem.shape.topk, True, 1.0)
         return ids, probs
     config = RouterConfig(num_experts=problem.shape.num_experts, topk=problem.shape.topk)
     log_score = log_scores(logits, config.score)

@@ -9,11 +9,12 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from einops import rearrange, reduce, repeat
+from einops import reduce
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from isozyme.moe.capacity import window_length
+from isozyme.moe.kernels.router_topk import count_choices
 from isozyme.parallel.communicator import Communicator
 
 AuxScope = Literal["sequence", "microbatch", "global_lagged"]
@@ -34,19 +35,16 @@ def window_counts(
     windows: int,
     num_experts: int,
     group: Communicator | None = None,
+    own: Int[Tensor, "W E1"] | None = None,
 ) -> tuple[Int[Tensor, "W E"], Int[Tensor, "W"]]:
-    """Slots of each expert and real tokens in each window, int64, summed over `group` (one all-reduce)."""
-    length = window_length(topk_ids.shape[0], windows)
-    window = repeat(torch.arange(windows, device=topk_ids.device), "w -> (w s)", s=length)
-    columns = num_experts + 1
-    # The last column counts the tokens.
-    places = torch.cat([topk_ids, torch.full_like(topk_ids[:, :1], num_experts)], dim=1)
-    flat = rearrange(window[:, None] * columns + places, "t k -> (t k)")
-    real = repeat(token_valid, "t -> (t k)", k=places.shape[1]).long()
-    totals = torch.zeros(windows * columns, dtype=torch.int64, device=topk_ids.device)
-    totals = totals.scatter_add_(0, flat, real).view(windows, columns)
-    if group is not None:
-        totals = group.all_reduce(totals)
+    """Slots of each expert and real tokens in each window, summed over `group` (one all-reduce).
+
+    `own` is what `count_choices` would give for these tokens, where somebody has counted already.
+    """
+    window_length(topk_ids.shape[0], windows)
+    totals = count_choices(topk_ids, token_valid, windows, num_experts) if own is None else own
+    if group is not None and group.size > 1:
+        totals = group.all_reduce(totals.clone())
     return totals[:, :-1], totals[:, -1]
 
 
@@ -60,6 +58,7 @@ def balance_loss(
     scope: AuxScope = "sequence",
     group: Communicator | None = None,
     lagged_counts: Int[Tensor, "E"] | None = None,
+    own_counts: Int[Tensor, "W E1"] | None = None,
 ) -> Float[Tensor, ""]:
     """Sum over windows of `coefficient * E * Σ_e f_e P_e`, which is `coefficient` for each balanced window.
 
@@ -85,10 +84,11 @@ def balance_loss(
         group: the CP x TP ranks that hold the other shares of the same windows. Counts are summed over it;
             the result is this rank's part, and the parts add up to the loss.
         lagged_counts: `[E]`, for `global_lagged`.
+        own_counts: this rank's counts by `count_choices`, where they are known already.
     """
     experts, topk = shares.shape[-1], topk_ids.shape[-1]
-    counts, tokens = window_counts(topk_ids, token_valid, windows, experts, group)
-    masked = torch.where(token_valid[:, None], shares, torch.zeros_like(shares))
+    counts, tokens = window_counts(topk_ids, token_valid, windows, experts, group, own_counts)
+    masked = torch.where(token_valid[:, None], shares, 0.0)
     length = window_length(shares.shape[0], windows)
     share_sums = masked.view(windows, length, experts).sum(dim=1)
     real = tokens.to(shares.dtype).clamp_min(1.0)
@@ -98,10 +98,10 @@ def balance_loss(
         fractions = counts.sum(dim=0).to(shares.dtype) / (topk * total)
         return coefficient * experts * filled * (fractions * share_sums.sum(dim=0) / total).sum()
     if scope == "global_lagged":
-        fractions = _lagged_fractions(lagged_counts, share_sums)
+        factors = _lagged_fractions(lagged_counts, share_sums) * (coefficient * experts) / real[:, None]
     else:
-        fractions = counts.to(shares.dtype) / (topk * real[:, None])
-    return coefficient * experts * (fractions * share_sums / real[:, None]).sum()
+        factors = counts * (coefficient * experts / topk) / real.square()[:, None]
+    return (factors.to(shares.dtype) * share_sums).sum()
 
 
 def _lagged_fractions(counts: Int[Tensor, "E"] | None, like: Float[Tensor, "W E"]) -> Float[Tensor, "1 E"]:
@@ -124,4 +124,4 @@ def z_loss(
     for padding.
     """
     squares = log_sum.square()
-    return coefficient * reduce(torch.where(token_valid, squares, torch.zeros_like(squares)), "t ->", "sum")
+    return coefficient * reduce(torch.where(token_valid, squares, 0.0), "t ->", "sum")

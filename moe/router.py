@@ -16,8 +16,9 @@ from torch.nn import functional as F
 from isozyme.core.config import RouterConfig
 from isozyme.core.errors import ConfigError, Rules
 from isozyme.core.initialisation import Init
+from isozyme.moe.capacity import window_length
 from isozyme.moe.expert_bias import PreciseBuffers, create_expert_bias
-from isozyme.moe.kernels.router_topk import MAX_EXPERTS, router_topk
+from isozyme.moe.kernels.router_topk import MAX_EXPERTS, count_choices, router_topk
 from isozyme.moe.losses import balance_loss, expert_counts, z_loss
 from isozyme.moe.scores import (
     RoutingFlips,
@@ -45,6 +46,8 @@ class _Choice:
     """Combine weights, with gradient."""
     log_sum: Float[Tensor, "T"] | None
     """Log-sum-exp of the logits, with gradient; None where there is no z-loss."""
+    counts: Int[Tensor, "W E1"]
+    """Slots of each expert, and real tokens, of each window, before any drop."""
 
 
 class Router(PreciseBuffers):
@@ -105,7 +108,7 @@ class Router(PreciseBuffers):
         dtype = torch.promote_types(torch.promote_types(tokens.dtype, self.weight.dtype), torch.float32)
         with torch.autocast(tokens.device.type, enabled=False):
             # Padding may hold anything, NaN included: not even a zero gradient may be multiplied by it.
-            real = torch.where(token_valid[:, None], tokens, torch.zeros_like(tokens))
+            real = torch.where(token_valid[:, None], tokens, 0.0)
             return F.linear(real.to(dtype), self.weight.to(dtype))
 
     def forward(
@@ -142,38 +145,49 @@ class Router(PreciseBuffers):
             ConfigError: if the tokens are not whole windows, or the override belongs to other tokens.
         """
         config = self.config
+        window_length(tokens.shape[0], windows)
         logits = self.logits(tokens, token_valid)
         with torch.autocast(tokens.device.type, enabled=False):
             real = token_valid[:, None].expand(-1, config.topk)
             if routing_override is None:
-                choice, kept = self._choose(logits, None), real.clone()
+                choice, kept = self._choose(logits, token_valid, windows, None), real.contiguous()
             else:
                 self._check_override(routing_override, tokens.shape[0])
-                choice = self._choose(logits, routing_override.topk_ids)
+                choice = self._choose(logits, token_valid, windows, routing_override.topk_ids)
                 kept = routing_override.kept & real
             ids = choice.ids
-            probs = torch.where(kept, choice.weights, torch.zeros_like(choice.weights))
+            probs = torch.where(kept, choice.weights, 0.0)
             routing = Routing(topk_ids=ids, topk_probs=probs, kept=kept, num_experts=config.num_experts)
             stats = RouterStats(
-                aux_loss=self._balance_loss(choice.shares, ids, token_valid, windows, lagged_counts),
+                aux_loss=self._balance_loss(choice, token_valid, windows, lagged_counts),
                 z_loss=(
                     z_loss(choice.log_sum, token_valid, coefficient=config.z_loss)
                     if choice.log_sum is not None
                     else logits.new_zeros(())
                 ),
-                routed=expert_counts(ids, real, config.num_experts),
-                dropped=expert_counts(ids, real & ~kept, config.num_experts),
+                routed=choice.counts[:, :-1].sum(dim=0),
+                dropped=(
+                    ids.new_zeros(config.num_experts)
+                    if routing_override is None
+                    else expert_counts(ids, real & ~kept, config.num_experts)
+                ),
             )
         return routing, stats
 
-    def _choose(self, logits: Float[Tensor, "T E"], ids: Int[Tensor, "T K"] | None) -> _Choice:
-        """Choose experts, or take the given ones, and weigh them; by one kernel where there is one."""
+    def _choose(
+        self,
+        logits: Float[Tensor, "T E"],
+        token_valid: Bool[Tensor, "T"],
+        windows: int,
+        ids: Int[Tensor, "T K"] | None,
+    ) -> _Choice:
+        """Choose experts, or take the given ones, and weigh and count them; by one kernel if there is one."""
         config = self.config
         if ids is None and self._has_kernel(logits):
-            kernel = (logits, config.topk, config.renormalize, config.scaling_factor)
-            shares, ids, weights, log_sum = router_topk(*kernel)
+            setting = (config.topk, config.renormalize, config.scaling_factor)
+            shares, ids, weights, log_sum, counts = router_topk(logits, token_valid, windows, *setting)
             used = log_sum if config.z_loss > 0 else None
-            return _Choice(shares=shares, ids=ids, weights=weights, log_sum=used)
+            return _Choice(shares=shares, ids=ids, weights=weights, log_sum=used, counts=counts)
         log_score = log_scores(logits, config.score)
         if ids is None:
             ids = select_experts(selection_scores(log_score, self.expert_bias), config)
@@ -182,6 +196,7 @@ class Router(PreciseBuffers):
             ids=ids,
             weights=combine_weights(log_score, ids, config),
             log_sum=logits.logsumexp(dim=-1) if config.z_loss > 0 else None,
+            counts=count_choices(ids, token_valid, windows, config.num_experts),
         )
 
     def _has_kernel(self, logits: Tensor) -> bool:
@@ -200,23 +215,23 @@ class Router(PreciseBuffers):
 
     def _balance_loss(
         self,
-        shares: Float[Tensor, "T E"],
-        ids: Int[Tensor, "T K"],
+        choice: _Choice,
         token_valid: Bool[Tensor, "T"],
         windows: int,
         lagged_counts: Int[Tensor, "E"] | None,
     ) -> Float[Tensor, ""]:
         if self.config.aux_loss == 0:
-            return shares.new_zeros(())
+            return choice.shares.new_zeros(())
         return balance_loss(
-            shares,
-            ids,
+            choice.shares,
+            choice.ids,
             token_valid,
             windows,
             coefficient=self.config.aux_loss,
             scope=self.config.aux_scope,
             group=self.groups["tp", "cp"],
             lagged_counts=lagged_counts,
+            own_counts=choice.counts,
         )
 
     def _check_override(self, override: Routing, num_tokens: int) -> None:

@@ -3,11 +3,14 @@
 The gradient is the rotation by the negative angle, so one kernel serves both directions.
 """
 
+from functools import partial
 from typing import no_type_check
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+from isozyme.moe.kernels import direct, eager
 
 
 def rotate_pairs_twin(
@@ -19,19 +22,8 @@ def rotate_pairs_twin(
     return torch.cat((first * c - second * s, second * c + first * s), dim=-1).to(x.dtype)
 
 
-@torch.library.custom_op("isozyme::rotate_pairs", mutates_args=())
-def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
-    """Turn channel i and channel i + D/2 of every head by the token's i-th angle.
-
-    Args:
-        x: `[B, S, N, D]`.
-        cos: `[B, S, D/2]`, at least fp32, without gradient.
-        sin: likewise.
-        inverse: turn by the negative angle.
-
-    Returns:
-        `[B, S, N, D]` in the dtype of `x`.
-    """
+def run_rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
+    """`rotate_pairs` without a graph."""
     if x.is_cuda:
         from isozyme.models.kernels.triton_rotary import launch_rotate_pairs
 
@@ -39,22 +31,46 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     return rotate_pairs_twin(x, cos, sin, inverse)
 
 
-@rotate_pairs.register_fake
+rotate_pairs_op = torch.library.custom_op("isozyme::rotate_pairs", run_rotate_pairs, mutates_args=())
+
+
+@rotate_pairs_op.register_fake
 @no_type_check
 def _(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     del cos, sin, inverse
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _setup(ctx, inputs, output):  # type: ignore[no-untyped-def]
+@no_type_check
+def _setup(ctx, inputs, output):
     del output
     _, cos, sin, ctx.inverse = inputs
     ctx.save_for_backward(cos, sin)
 
 
-def _backward(ctx, grad):  # type: ignore[no-untyped-def]
+@no_type_check
+def _backward(turn, ctx, grad):
     cos, sin = ctx.saved_tensors
-    return rotate_pairs(grad.contiguous(), cos, sin, not ctx.inverse), None, None, None
+    return turn(grad.contiguous(), cos, sin, not ctx.inverse), None, None, None
 
 
-rotate_pairs.register_autograd(_backward, setup_context=_setup)
+rotate_pairs_op.register_autograd(partial(_backward, rotate_pairs_op), setup_context=_setup)
+_eager_rotate_pairs = eager(run_rotate_pairs, _setup, partial(_backward, run_rotate_pairs))
+
+
+def rotate_pairs(
+    x: Float[Tensor, "B S N D"], cos: Float[Tensor, "B S D2"], sin: Float[Tensor, "B S D2"], inverse: bool
+) -> Float[Tensor, "B S N D"]:
+    """Turn channel i and channel i + D/2 of every head by the token's i-th angle.
+
+    Args:
+        x: the heads.
+        cos: at least fp32, without gradient.
+        sin: likewise.
+        inverse: turn by the negative angle.
+
+    Returns:
+        Contiguous, in the dtype of `x`.
+    """
+    turned: Tensor = direct(rotate_pairs_op, _eager_rotate_pairs)(x, cos, sin, inverse)
+    return turned

@@ -1,30 +1,53 @@
-"""Softmax, top-k and log-sum-exp of router logits in one pass, and their gradient in one pass.
+"""Softmax, top-k, log-sum-exp and the counts of router logits in one pass, and their gradient in one pass.
 
 Ties go to the lower expert id. The combine weights are the chosen scores, renormalised over the choice if
 asked (Mixtral) or not (Qwen, DeepSeek), times a scaling factor.
 """
 
-from typing import no_type_check
+from functools import partial
+from typing import Any, no_type_check
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from isozyme.moe.kernels import direct, eager
 
 MAX_EXPERTS = 1024
 """The kernel holds a token's scores for all experts in registers."""
 
 
 def router_topk_twin(
-    logits: Float[Tensor, "T E"], topk: int, renormalize: bool, scaling: float
-) -> tuple[Float[Tensor, "T E"], Int[Tensor, "T K"], Float[Tensor, "T K"], Float[Tensor, "T"]]:
-    """`router_topk` by a softmax and a stable descending sort."""
+    logits: Float[Tensor, "T E"],
+    valid: Bool[Tensor, "T"],
+    windows: int,
+    topk: int,
+    renormalize: bool,
+    scaling: float,
+) -> tuple[
+    Float[Tensor, "T E"], Int[Tensor, "T K"], Float[Tensor, "T K"], Float[Tensor, "T"], Int[Tensor, "W E1"]
+]:
+    """`router_topk` by a softmax, a stable descending sort and a scatter of ones."""
     finite = logits.isfinite().all(dim=-1, keepdim=True)
     logits = torch.where(finite, logits, torch.full_like(logits, torch.nan))
     scores = logits.softmax(dim=-1)
     ids = torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :topk].contiguous()
     chosen = scores.gather(1, ids)
     total = chosen.sum(dim=-1, keepdim=True) if renormalize else 1.0
-    return scores, ids, chosen / total * scaling, logits.logsumexp(dim=-1)
+    counts = count_choices(ids, valid, windows, logits.shape[1]).int()
+    return scores, ids, chosen / total * scaling, logits.logsumexp(dim=-1), counts
+
+
+def count_choices(
+    ids: Int[Tensor, "T K"], valid: Bool[Tensor, "T"], windows: int, num_experts: int
+) -> Int[Tensor, "W E1"]:
+    """Slots of the real tokens of each window by expert, and in a last column these tokens; int64."""
+    length, columns = ids.shape[0] // max(windows, 1), num_experts + 1
+    window = torch.arange(windows, device=ids.device).repeat_interleave(length, output_size=ids.shape[0])
+    places = torch.cat([ids, torch.full_like(ids[:, :1], num_experts)], dim=1) + window[:, None] * columns
+    real = valid[:, None].expand_as(places).flatten().long()
+    counts = torch.zeros(windows * columns, dtype=torch.int64, device=ids.device)
+    return counts.scatter_add_(0, places.flatten(), real).view(windows, columns)
 
 
 def router_topk_backward_twin(
@@ -47,41 +70,33 @@ def router_topk_backward_twin(
     return scores * (on_scores - inner + d_lse.unsqueeze(-1))
 
 
-@torch.library.custom_op("isozyme::router_topk", mutates_args=())
-def router_topk(
-    logits: Tensor, topk: int, renormalize: bool, scaling: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Scores, choices and weights of every token.
-
-    Args:
-        logits: `[T, E]`, at least fp32.
-        topk: K, the choices of a token.
-        renormalize: whether the chosen scores are divided by their sum.
-        scaling: multiplies the weights.
-
-    Returns:
-        `scores` `[T, E]` (softmax), `ids` int64 `[T, K]` (best first, ties to the lower id), `probs`
-        `[T, K]`, `lse` `[T]` (log-sum-exp of the logits). Gradients flow through scores, probs and lse. A row
-        with a NaN or infinite logit gets NaN everywhere but in `ids`, which are 0, 1, …
-    """
+def run_router_topk(
+    logits: Tensor, valid: Tensor, windows: int, topk: int, renormalize: bool, scaling: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`router_topk` without a graph."""
     if logits.is_cuda:
         from isozyme.moe.kernels.triton_router_topk import launch_router_topk
 
-        return launch_router_topk(logits, topk, renormalize, scaling)
-    return router_topk_twin(logits, topk, renormalize, scaling)
+        return launch_router_topk(logits, valid, windows, topk, renormalize, scaling)
+    return router_topk_twin(logits, valid, windows, topk, renormalize, scaling)
 
 
-@router_topk.register_fake
+router_topk_op = torch.library.custom_op("isozyme::router_topk", run_router_topk, mutates_args=())
+
+
+@router_topk_op.register_fake
 @no_type_check
-def _(logits: Tensor, topk: int, renormalize: bool, scaling: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    del renormalize, scaling
-    count = logits.shape[0]
+def _(
+    logits: Tensor, valid: Tensor, windows: int, topk: int, renormalize: bool, scaling: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    del valid, renormalize, scaling
+    count, experts = logits.shape
     ids = logits.new_empty((count, topk), dtype=torch.int64)
-    return torch.empty_like(logits), ids, logits.new_empty((count, topk)), logits.new_empty(count)
+    counts = logits.new_empty((windows, experts + 1), dtype=torch.int32)
+    return torch.empty_like(logits), ids, logits.new_empty((count, topk)), logits.new_empty(count), counts
 
 
-@torch.library.custom_op("isozyme::router_topk_backward", mutates_args=())
-def router_topk_backward(
+def run_router_topk_backward(
     d_scores: Tensor,
     d_probs: Tensor,
     d_lse: Tensor,
@@ -98,7 +113,12 @@ def router_topk_backward(
     return router_topk_backward_twin(d_scores, d_probs, d_lse, scores, ids, renormalize, scaling)
 
 
-@router_topk_backward.register_fake
+router_topk_backward_op = torch.library.custom_op(
+    "isozyme::router_topk_backward", run_router_topk_backward, mutates_args=()
+)
+
+
+@router_topk_backward_op.register_fake
 @no_type_check
 def _(
     d_scores: Tensor,
@@ -113,18 +133,52 @@ def _(
     return torch.empty_like(scores)
 
 
-def _setup(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    scores, ids, _, _ = output
+@no_type_check
+def _setup(ctx, inputs, output):
+    scores, ids, _, _, counts = output
     ctx.save_for_backward(scores, ids)
-    ctx.mark_non_differentiable(ids)
-    ctx.renormalize, ctx.scaling = inputs[2], inputs[3]
+    ctx.mark_non_differentiable(ids, counts)
+    ctx.renormalize, ctx.scaling = inputs[4], inputs[5]
 
 
-def _backward(ctx, d_scores, d_ids, d_probs, d_lse):  # type: ignore[no-untyped-def]
-    del d_ids
+@no_type_check
+def _backward(backward, ctx, d_scores, d_ids, d_probs, d_lse, d_counts):
+    del d_ids, d_counts
     scores, ids = ctx.saved_tensors
     grads = (d_scores.contiguous(), d_probs.contiguous(), d_lse.contiguous())
-    return router_topk_backward(*grads, scores, ids, ctx.renormalize, ctx.scaling), None, None, None
+    return backward(*grads, scores, ids, ctx.renormalize, ctx.scaling), None, None, None, None, None
 
 
-router_topk.register_autograd(_backward, setup_context=_setup)
+router_topk_op.register_autograd(partial(_backward, router_topk_backward_op), setup_context=_setup)
+_eager_router_topk = eager(run_router_topk, _setup, partial(_backward, run_router_topk_backward))
+
+
+def router_topk(
+    logits: Float[Tensor, "T E"],
+    valid: Bool[Tensor, "T"],
+    windows: int,
+    topk: int,
+    renormalize: bool,
+    scaling: float,
+) -> tuple[
+    Float[Tensor, "T E"], Int[Tensor, "T K"], Float[Tensor, "T K"], Float[Tensor, "T"], Int[Tensor, "W E1"]
+]:
+    """Scores, choices and weights of every token, and the choices counted.
+
+    Args:
+        logits: at least fp32.
+        valid: which tokens are counted; all are routed.
+        windows: W; the tokens are equal shares of them, window by window.
+        topk: K, the choices of a token.
+        renormalize: whether the chosen scores are divided by their sum.
+        scaling: multiplies the weights.
+
+    Returns:
+        `scores` (softmax), `ids` int64 (best first, ties to the lower id), `probs`, `lse` (log-sum-exp of
+        the logits), and `counts` int32, as `count_choices` says. Gradients flow through scores, probs and
+        lse. A row with a NaN or infinite logit gets NaN everywhere but in `ids`, which are 0, 1, …
+    """
+    found: Any = direct(router_topk_op, _eager_router_topk)(
+        logits, valid, windows, topk, renormalize, scaling
+    )
+    return found

@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from isozyme.moe.kernels import direct
+
 MAX_EXPERTS = 1024
 """The kernel holds one counter for each expert in registers."""
 
@@ -33,19 +35,7 @@ def row_map_twin(
 def run_row_map(
     topk_ids: Tensor, kept: Tensor, num_experts: int, align: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Where each slot's row goes in the expert-major buffer.
-
-    Args:
-        topk_ids: `[T, K]` int64, expert of each slot, in `0 .. num_experts-1`.
-        kept: `[T, K]` bool, slots that are sent at all.
-        num_experts: E, at most `MAX_EXPERTS`.
-        align: every expert's rows are padded to a multiple of this (1: no padding).
-
-    Returns:
-        `slot_row` int32 `[T, K]`, -1 where not kept; `counts` int32 `[E]`, kept slots of each expert; `ends`
-        int32 `[E]`, the end of each expert's (padded) rows, as grouped GEMMs take their offsets.
-        No host synchronisation on CUDA.
-    """
+    """`row_map` without an operator."""
     if topk_ids.is_cuda:
         from isozyme.moe.kernels.triton_row_map import launch_row_map
 
@@ -53,12 +43,31 @@ def run_row_map(
     return row_map_twin(topk_ids, kept, num_experts, align)
 
 
-row_map = torch.library.custom_op("isozyme::row_map", run_row_map, mutates_args=())
+row_map_op = torch.library.custom_op("isozyme::row_map", run_row_map, mutates_args=())
 
 
-@row_map.register_fake
+@row_map_op.register_fake
 @no_type_check
 def _(topk_ids: Tensor, kept: Tensor, num_experts: int, align: int) -> tuple[Tensor, Tensor, Tensor]:
     del kept, align
     counts = topk_ids.new_empty(num_experts, dtype=torch.int32)
     return torch.empty_like(topk_ids, dtype=torch.int32), counts, torch.empty_like(counts)
+
+
+def row_map(
+    topk_ids: Int[Tensor, "T K"], kept: Bool[Tensor, "T K"], num_experts: int, align: int
+) -> tuple[Int[Tensor, "T K"], Int[Tensor, "E"], Int[Tensor, "E"]]:
+    """Where each slot's row goes in the expert-major buffer.
+
+    Args:
+        topk_ids: int64, expert of each slot, in `0 .. num_experts-1`.
+        kept: slots that are sent at all.
+        num_experts: E, at most `MAX_EXPERTS`.
+        align: every expert's rows are padded to a multiple of this (1: no padding).
+
+    Returns:
+        `slot_row` int32, -1 where not kept; `counts` int32, kept slots of each expert; `ends` int32, the end
+        of each expert's (padded) rows, as grouped GEMMs take their offsets. No host synchronisation on CUDA.
+    """
+    found: tuple[Tensor, Tensor, Tensor] = direct(row_map_op, run_row_map)(topk_ids, kept, num_experts, align)
+    return found

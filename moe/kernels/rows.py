@@ -4,11 +4,14 @@ They are each other's gradient: permuting reads a token's row once and writes it
 unpermuting, reads the K rows of a token and adds them in fp32 in slot order, without atomics.
 """
 
+from functools import partial
 from typing import no_type_check
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+
+from isozyme.moe.kernels import direct, eager
 
 
 def scatter_rows_twin(
@@ -37,19 +40,7 @@ def run_scatter_rows(
     counts: Tensor | None = None,
     ends: Tensor | None = None,
 ) -> Tensor:
-    """Copy each token's row to the rows of its kept slots.
-
-    Args:
-        tokens: `[T, H]`.
-        slot_row: int32 `[T, K]` from `row_map`, -1 for a slot that is not kept.
-        num_rows: R, the rows to allocate; at least every index in `slot_row` plus one.
-        counts: int32 `[E]` from `row_map(align > 1)`; given with `ends`, the padding rows become zero.
-        ends: int32 `[E]`, the padded ends from the same call.
-
-    Returns:
-        `[R, H]`. Rows that belong to no slot are zero up to the last end where `ends` is given, and
-        unspecified elsewhere.
-    """
+    """`scatter_rows` without a graph."""
     if tokens.is_cuda:
         from isozyme.moe.kernels.triton_rows import launch_scatter_rows
 
@@ -57,10 +48,10 @@ def run_scatter_rows(
     return scatter_rows_twin(tokens, slot_row, num_rows)
 
 
-scatter_rows = torch.library.custom_op("isozyme::scatter_rows", run_scatter_rows, mutates_args=())
+scatter_rows_op = torch.library.custom_op("isozyme::scatter_rows", run_scatter_rows, mutates_args=())
 
 
-@scatter_rows.register_fake
+@scatter_rows_op.register_fake
 @no_type_check
 def _(
     tokens: Tensor,
@@ -76,18 +67,7 @@ def _(
 def run_gather_rows(
     rows: Tensor, slot_row: Tensor, counts: Tensor | None = None, ends: Tensor | None = None
 ) -> Tensor:
-    """Add up the rows of each token's kept slots, in at least fp32 and in slot order.
-
-    Args:
-        rows: `[R, H]`, expert-major.
-        slot_row: int32 `[T, K]` from `row_map`.
-        counts: int32 `[E]` from `row_map(align > 1)`; given with `ends`, the gradient of padding rows is zero
-            rather than unspecified.
-        ends: int32 `[E]` from the same call.
-
-    Returns:
-        `[T, H]` in the dtype of `rows`; zeros for a token without kept slots.
-    """
+    """`gather_rows` without a graph."""
     del counts, ends
     if rows.is_cuda:
         from isozyme.moe.kernels.triton_rows import launch_gather_rows
@@ -96,37 +76,89 @@ def run_gather_rows(
     return gather_rows_twin(rows, slot_row)
 
 
-gather_rows = torch.library.custom_op("isozyme::gather_rows", run_gather_rows, mutates_args=())
+gather_rows_op = torch.library.custom_op("isozyme::gather_rows", run_gather_rows, mutates_args=())
 
 
-@gather_rows.register_fake
+@gather_rows_op.register_fake
 @no_type_check
 def _(rows: Tensor, slot_row: Tensor, counts: Tensor | None = None, ends: Tensor | None = None) -> Tensor:
     del counts, ends
     return rows.new_empty((slot_row.shape[0], rows.shape[1]))
 
 
-def _save_scatter(ctx, inputs, output):  # type: ignore[no-untyped-def]
+@no_type_check
+def _save_scatter(ctx, inputs, output):
     del output
     _, slot_row, _, counts, ends = inputs
     ctx.save_for_backward(slot_row, counts, ends)
 
 
-def _save_gather(ctx, inputs, output):  # type: ignore[no-untyped-def]
+@no_type_check
+def _save_gather(ctx, inputs, output):
     del output
     rows, slot_row, counts, ends = inputs
     ctx.save_for_backward(slot_row, counts, ends)
     ctx.num_rows = rows.shape[0]
 
 
-def _scatter_backward(ctx, grad):  # type: ignore[no-untyped-def]
-    return gather_rows(grad.contiguous(), *ctx.saved_tensors), None, None, None, None
+@no_type_check
+def _scatter_backward(gather, ctx, grad):
+    return gather(grad.contiguous(), *ctx.saved_tensors), None, None, None, None
 
 
-def _gather_backward(ctx, grad):  # type: ignore[no-untyped-def]
+@no_type_check
+def _gather_backward(scatter, ctx, grad):
     slot_row, counts, ends = ctx.saved_tensors
-    return scatter_rows(grad.contiguous(), slot_row, ctx.num_rows, counts, ends), None, None, None
+    return scatter(grad.contiguous(), slot_row, ctx.num_rows, counts, ends), None, None, None
 
 
-scatter_rows.register_autograd(_scatter_backward, setup_context=_save_scatter)
-gather_rows.register_autograd(_gather_backward, setup_context=_save_gather)
+scatter_rows_op.register_autograd(partial(_scatter_backward, gather_rows_op), setup_context=_save_scatter)
+gather_rows_op.register_autograd(partial(_gather_backward, scatter_rows_op), setup_context=_save_gather)
+_eager_scatter_rows = eager(run_scatter_rows, _save_scatter, partial(_scatter_backward, run_gather_rows))
+_eager_gather_rows = eager(run_gather_rows, _save_gather, partial(_gather_backward, run_scatter_rows))
+
+
+def scatter_rows(
+    tokens: Float[Tensor, "T H"],
+    slot_row: Int[Tensor, "T K"],
+    num_rows: int,
+    counts: Int[Tensor, "E"] | None = None,
+    ends: Int[Tensor, "E"] | None = None,
+) -> Float[Tensor, "R H"]:
+    """Copy each token's row to the rows of its kept slots.
+
+    Args:
+        tokens: what is copied.
+        slot_row: int32 from `row_map`, -1 for a slot that is not kept.
+        num_rows: R, the rows to allocate; at least every index in `slot_row` plus one.
+        counts: int32 from `row_map(align > 1)`; given with `ends`, the padding rows become zero.
+        ends: int32, the padded ends from the same call.
+
+    Returns:
+        Rows that belong to no slot are zero up to the last end where `ends` is given, and unspecified
+        elsewhere.
+    """
+    rows: Tensor = direct(scatter_rows_op, _eager_scatter_rows)(tokens, slot_row, num_rows, counts, ends)
+    return rows
+
+
+def gather_rows(
+    rows: Float[Tensor, "R H"],
+    slot_row: Int[Tensor, "T K"],
+    counts: Int[Tensor, "E"] | None = None,
+    ends: Int[Tensor, "E"] | None = None,
+) -> Float[Tensor, "T H"]:
+    """Add up, in at least fp32 and in slot order, the rows of each token's kept slots.
+
+    Args:
+        rows: expert-major.
+        slot_row: int32 from `row_map`.
+        counts: int32 from `row_map(align > 1)`; given with `ends`, the gradient of padding rows is zero
+            rather than unspecified.
+        ends: int32 from the same call.
+
+    Returns:
+        In the dtype of `rows`; zeros for a token without kept slots.
+    """
+    tokens: Tensor = direct(gather_rows_op, _eager_gather_rows)(rows, slot_row, counts, ends)
+    return tokens

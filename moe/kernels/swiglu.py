@@ -5,11 +5,14 @@ The weight multiplies here, before the down projection, so that no expert output
 gradient: dprob is an inner product of dH's ingredients, found in the same pass.
 """
 
+from functools import partial
 from typing import no_type_check
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+from isozyme.moe.kernels import direct, eager
 
 
 def swiglu_prob_twin(hidden: Float[Tensor, "R F2"], probs: Float[Tensor, "R"]) -> Float[Tensor, "R F"]:
@@ -36,15 +39,7 @@ def swiglu_prob_backward_twin(
 
 
 def run_swiglu_prob(hidden: Tensor, probs: Tensor) -> Tensor:
-    """`silu(gate) * up * prob` for each row.
-
-    Args:
-        hidden: `[R, 2F]`, the gate half first.
-        probs: `[R]`, at least fp32.
-
-    Returns:
-        `[R, F]` in the dtype of `hidden`.
-    """
+    """`swiglu_prob` without a graph."""
     if hidden.is_cuda:
         from isozyme.moe.kernels.triton_swiglu import launch_swiglu_prob
 
@@ -52,10 +47,10 @@ def run_swiglu_prob(hidden: Tensor, probs: Tensor) -> Tensor:
     return swiglu_prob_twin(hidden, probs)
 
 
-swiglu_prob = torch.library.custom_op("isozyme::swiglu_prob", run_swiglu_prob, mutates_args=())
+swiglu_prob_op = torch.library.custom_op("isozyme::swiglu_prob", run_swiglu_prob, mutates_args=())
 
 
-@swiglu_prob.register_fake
+@swiglu_prob_op.register_fake
 @no_type_check
 def _(hidden: Tensor, probs: Tensor) -> Tensor:
     del probs
@@ -91,14 +86,28 @@ def _(grad: Tensor, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tens
     return torch.empty_like(hidden), torch.empty_like(probs), torch.empty_like(grad)
 
 
-def _setup(ctx, inputs, output):  # type: ignore[no-untyped-def]
+@no_type_check
+def _setup(ctx, inputs, output):
     del output
     ctx.save_for_backward(*inputs)
 
 
-def _backward(ctx, grad):  # type: ignore[no-untyped-def]
-    d_hidden, d_probs, _ = swiglu_prob_backward(grad.contiguous(), *ctx.saved_tensors)
+@no_type_check
+def _backward(backward, ctx, grad):
+    d_hidden, d_probs, _ = backward(grad.contiguous(), *ctx.saved_tensors)
     return d_hidden, d_probs
 
 
-swiglu_prob.register_autograd(_backward, setup_context=_setup)
+swiglu_prob_op.register_autograd(partial(_backward, swiglu_prob_backward), setup_context=_setup)
+_eager_swiglu_prob = eager(run_swiglu_prob, _setup, partial(_backward, run_swiglu_prob_backward))
+
+
+def swiglu_prob(hidden: Float[Tensor, "R F2"], probs: Float[Tensor, "R"]) -> Float[Tensor, "R F"]:
+    """`silu(gate) * up * prob` for each row, in the dtype of `hidden`.
+
+    Args:
+        hidden: the gate half first.
+        probs: at least fp32.
+    """
+    middle: Tensor = direct(swiglu_prob_op, _eager_swiglu_prob)(hidden, probs)
+    return middle

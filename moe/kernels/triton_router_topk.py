@@ -13,15 +13,18 @@ from torch import Tensor
 @triton.jit
 @no_type_check
 def _forward_kernel(
-    logits, scores, ids, probs, lse, num_tokens, scaling,
+    logits, valid, scores, ids, probs, lse, counts, length, scaling,
     E: tl.constexpr, K: tl.constexpr, RENORMALIZE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    window = tl.program_id(0)
+    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    alive = places < length
+    tokens = window.to(tl.int64) * length + places
     experts = tl.arange(0, WIDTH)
-    inside = (tokens < num_tokens)[:, None] & (experts < E)[None, :]
-    where = tokens.to(tl.int64)[:, None] * E + experts[None, :]
+    inside = alive[:, None] & (experts < E)[None, :]
+    where = tokens[:, None] * E + experts[None, :]
     x = tl.load(logits + where, mask=inside, other=float("-inf"))
-    x = tl.where((tokens < num_tokens)[:, None], x, 0.0)
+    x = tl.where(alive[:, None], x, 0.0)
     # x - x is 0 for a finite number and NaN for any other: one such logit makes its whole row NaN.
     x += tl.sum(tl.where(inside, x - x, 0.0), axis=1)[:, None]
     top = tl.max(x, axis=1)
@@ -29,7 +32,9 @@ def _forward_kernel(
     total = tl.sum(e, axis=1)
     p = e / total[:, None]
     tl.store(scores + where, p, mask=inside)
-    tl.store(lse + tokens, top + tl.log(total), mask=tokens < num_tokens)
+    tl.store(lse + tokens, top + tl.log(total), mask=alive)
+    counted = (tl.load(valid + tokens, mask=alive, other=0) != 0).to(tl.int32)
+    slots = tl.zeros((WIDTH,), dtype=tl.int32)
     # NaN compares false with everything: rank such scores first, as a descending sort does.
     rank = tl.where(p == p, p, 2.0)
     rank = tl.where((experts < E)[None, :], rank, -1.0)
@@ -41,7 +46,8 @@ def _forward_kernel(
         hit = experts[None, :] == expert[:, None]
         value = tl.sum(tl.where(hit, p, 0.0), axis=1)
         chosen_sum += value
-        tl.store(ids + tokens.to(tl.int64) * K + k, expert.to(tl.int64), mask=tokens < num_tokens)
+        slots += tl.sum(tl.where(hit, counted[:, None], 0), axis=0)
+        tl.store(ids + tokens * K + k, expert.to(tl.int64), mask=alive)
         left = tl.where(hit, -1.0, left)
     left = rank
     for k in tl.static_range(K):
@@ -51,8 +57,12 @@ def _forward_kernel(
         value = tl.sum(tl.where(hit, p, 0.0), axis=1)
         if RENORMALIZE:
             value = value / chosen_sum
-        tl.store(probs + tokens.to(tl.int64) * K + k, value * scaling, mask=tokens < num_tokens)
+        tl.store(probs + tokens * K + k, value * scaling, mask=alive)
         left = tl.where(hit, -1.0, left)
+    # Integers: the order of additions changes nothing.
+    row = counts + window * (E + 1)
+    tl.atomic_add(row + experts, slots, mask=(experts < E) & (slots > 0))
+    tl.atomic_add(row + E, tl.sum(counted, axis=0))
 
 
 @triton.jit
@@ -97,21 +107,23 @@ def _shape(num_tokens: int, num_experts: int) -> tuple[int, int, int]:
 
 
 def launch_router_topk(
-    logits: Tensor, topk: int, renormalize: bool, scaling: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    logits: Tensor, valid: Tensor, windows: int, topk: int, renormalize: bool, scaling: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`router_topk` on the device of `logits`."""
-    logits = logits.contiguous()
+    logits, flags = logits.contiguous(), valid.contiguous().view(torch.uint8)
     count, experts = logits.shape
     scores = torch.empty_like(logits)
     ids = logits.new_empty((count, topk), dtype=torch.int64)
     probs, lse = logits.new_empty((count, topk)), logits.new_empty(count)
+    counts = torch.zeros((windows, experts + 1), dtype=torch.int32, device=logits.device)
     if count:
-        block, width, programs = _shape(count, experts)
-        _forward_kernel[(programs,)](
-            logits, scores, ids, probs, lse, count, scaling,
+        length = count // windows
+        block, width, programs = _shape(length, experts)
+        _forward_kernel[(windows, programs)](
+            logits, flags, scores, ids, probs, lse, counts, length, scaling,
             E=experts, K=topk, RENORMALIZE=renormalize, BLOCK=block, WIDTH=width,
         )  # fmt: skip
-    return scores, ids, probs, lse
+    return scores, ids, probs, lse, counts
 
 
 def launch_router_topk_backward(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from isozyme.models.kernels.rotary import rotate_pairs, rotate_pairs_twin
+from isozyme.models.kernels.rotary import rotate_pairs, rotate_pairs_op, rotate_pairs_twin
 from isozyme.models.kernels.triton_rotary import launch_rotate_pairs
 
 SHAPES = [(2, 5, 3, 8), (1, 1, 1, 2), (1, 4, 6, 64), (0, 3, 2, 8), (2, 3, 20, 12)]
@@ -33,5 +33,5 @@ def test_the_inverse_undoes_the_rotation_and_is_its_gradient(device: str) -> Non
 def test_operator_passes_the_library_checks(device: str) -> None:
     x = torch.randn(1, 3, 2, 4, device=device, requires_grad=True)
     torch.library.opcheck(
-        rotate_pairs, (x, torch.rand(1, 3, 2, device=device), torch.rand(1, 3, 2, device=device), False)
+        rotate_pairs_op, (x, torch.rand(1, 3, 2, device=device), torch.rand(1, 3, 2, device=device), False)
     )

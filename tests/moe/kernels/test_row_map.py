@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from isozyme.moe.kernels.row_map import row_map, row_map_twin
+from isozyme.moe.kernels.row_map import row_map_op, row_map_twin
 from isozyme.moe.kernels.triton_row_map import launch_row_map
 
 SHAPES = [(50, 2, 4), (33, 3, 5), (0, 2, 4), (200, 8, 128), (7, 1, 1), (300, 2, 300), (9, 4, 4)]
@@ -58,4 +58,4 @@ def test_kernel_equals_twin(shape: tuple[int, int, int], keep: float, align: int
 
 def test_operator_has_a_fake_and_no_hidden_mutation(device: str) -> None:
     ids, kept = draw(12, 2, 4, 0.8, device)
-    torch.library.opcheck(row_map, (ids, kept, 4, 16))
+    torch.library.opcheck(row_map_op, (ids, kept, 4, 16))

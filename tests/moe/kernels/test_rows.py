@@ -5,7 +5,14 @@ import torch
 from torch import Tensor
 
 from isozyme.moe.kernels.row_map import row_map
-from isozyme.moe.kernels.rows import gather_rows, gather_rows_twin, scatter_rows, scatter_rows_twin
+from isozyme.moe.kernels.rows import (
+    gather_rows,
+    gather_rows_op,
+    gather_rows_twin,
+    scatter_rows,
+    scatter_rows_op,
+    scatter_rows_twin,
+)
 from isozyme.moe.kernels.triton_rows import launch_gather_rows, launch_scatter_rows
 
 CASES = [(50, 2, 4, 40), (33, 3, 5, 2500), (0, 2, 4, 8), (60, 8, 16, 64), (7, 1, 1, 1)]
@@ -59,9 +66,9 @@ def test_each_is_the_gradient_of_the_other(device: str) -> None:
 def test_operators_pass_the_library_checks(device: str) -> None:
     slot_row, counts, _ = draw(11, 2, 4, 1, device)
     source = torch.randn(11, 8, device=device, requires_grad=True)
-    torch.library.opcheck(scatter_rows, (source, slot_row, int(counts.sum())))
+    torch.library.opcheck(scatter_rows_op, (source, slot_row, int(counts.sum())))
     rows = torch.randn(int(counts.sum()), 8, device=device, requires_grad=True)
-    torch.library.opcheck(gather_rows, (rows, slot_row))
+    torch.library.opcheck(gather_rows_op, (rows, slot_row))
 
 
 @pytest.mark.gpu

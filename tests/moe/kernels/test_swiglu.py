@@ -7,6 +7,7 @@ from isozyme.moe.kernels.swiglu import (
     swiglu_prob,
     swiglu_prob_backward,
     swiglu_prob_backward_twin,
+    swiglu_prob_op,
     swiglu_prob_twin,
 )
 from isozyme.moe.kernels.triton_swiglu import launch_swiglu_prob, launch_swiglu_prob_backward
@@ -48,4 +49,4 @@ def test_backward_returns_the_forward_output_again(device: str) -> None:
 def test_operators_pass_the_library_checks(device: str) -> None:
     hidden = torch.randn(6, 10, device=device, requires_grad=True)
     probs = torch.rand(6, device=device, requires_grad=True)
-    torch.library.opcheck(swiglu_prob, (hidden, probs))
+    torch.library.opcheck(swiglu_prob_op, (hidden, probs))
