@@ -1,8 +1,9 @@
-"""`isozyme bench`: one layer, whole training steps, an ablation, and reports of what they found.
+"""`isozyme bench`: a layer, training steps, an ablation, layouts, and reports of what they found.
 
     isozyme bench layer --shape mixtral-8x7b --routing balanced zipf:1.2 --peers hf-eager,hf-grouped_mm
     isozyme bench train mixtral8x7b-4L --backends auto,te --peers hf-grouped_mm-fsdp2
     isozyme bench ablation --shape genomic-1b
+    isozyme bench layouts genome_small --layouts "dp=1" "tp=2" "cp=2" "pp=2" "dp=2 ep=2"
     isozyme bench report runs/bench/*.json
 
 Each writes a JSON file as it goes, so that a run that is cut short leaves what it had.
@@ -27,6 +28,7 @@ from isozyme.launch.bench_ceilings import copy_tbytes, gemm_tflops
 from isozyme.launch.bench_contenders import default_backends, default_precision, our_contenders
 from isozyme.launch.bench_document import new_document, read_document, write_document
 from isozyme.launch.bench_layer import Effort, bench_cases, case_of
+from isozyme.launch.bench_layouts import WARM_UP, bench_layouts, layout_runs
 from isozyme.launch.bench_measure import free
 from isozyme.launch.bench_measured import measured_table, write_table
 from isozyme.launch.bench_peers import peer_contenders
@@ -45,8 +47,8 @@ WIDTH = 180
 def main(argv: Sequence[str]) -> int:
     """Run one benchmark; returns the exit code, which is 1 if a contender disagreed or broke."""
     arguments = parse(argv)
-    run = {"layer": _layer, "train": _train, "ablation": _ablation, "report": _report}[arguments.kind]
-    return run(arguments)
+    kinds = {"layer": _layer, "train": _train, "ablation": _ablation, "layouts": _layouts, "report": _report}
+    return kinds[arguments.kind](arguments)
 
 
 def _device(asked: str) -> torch.device:
@@ -164,6 +166,26 @@ def _train(arguments: argparse.Namespace) -> int:
     if leader:
         _show(document)
         print(f"written to {path}")
+    return _code(document)
+
+
+def _layouts(arguments: argparse.Namespace) -> int:
+    if not 0 < arguments.tolerance < 1:
+        raise ConfigError(f"--tolerance is a share between 0 and 1: {arguments.tolerance}. Try 0.02.")
+    runs = layout_runs(arguments.recipe, arguments.layouts, arguments.overrides, arguments.repeats)
+    settings = {
+        "workload": arguments.recipe,
+        "steps": arguments.repeats,
+        "warm_up": WARM_UP,
+        "tolerance": arguments.tolerance,
+        "overrides": arguments.overrides,
+    }
+    document, path = _start(arguments, settings)
+    for row in bench_layouts(arguments.recipe, runs, tolerance=arguments.tolerance, say=_say):
+        document["rows"].append(row)
+        write_document(document, path)
+    _show(document)
+    print(f"written to {path}")
     return _code(document)
 
 

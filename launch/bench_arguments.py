@@ -91,6 +91,19 @@ def _add_train(to: Parser) -> None:
     _add_common(to, repeats=10)
 
 
+def _add_layouts(to: Parser) -> None:
+    to.add_argument("recipe", help="what is trained")
+    to.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of all runs")
+    to.add_argument(
+        "--layouts",
+        nargs="+",
+        required=True,
+        help='such as "dp=1" "tp=2" "cp=2 model.attention.context=ring"; the first is the reference',
+    )
+    to.add_argument("--tolerance", type=float, default=0.02, help="largest relative difference of a loss")
+    _add_common(to, repeats=20)
+
+
 def _add_common(to: Parser, repeats: int) -> None:
     to.add_argument("--repeats", "--steps", type=int, default=repeats, help=f"timed steps ({repeats})")
     to.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder of the JSON (runs/bench)")
@@ -116,6 +129,7 @@ KINDS: Mapping[str, tuple[str, Callable[[Parser], None]]] = MappingProxyType(
     {
         "layer": ("one layer, forward and backward, beside other implementations", _add_layer),
         "train": ("whole training steps on all GPUs, beside Hugging Face with FSDP2", _add_train),
+        "layouts": ("the same training steps at several layouts, compared", _add_layouts),
         "ablation": ("what each part of a layer brings", _add_ablation),
         "report": ("JSON files merged into markdown tables", _add_report),
     }

@@ -21,7 +21,7 @@ import isozyme
 from isozyme.core.errors import DataError
 
 SCHEMA = "isozyme.bench/1"
-KINDS = ("layer", "train", "ablation")
+KINDS = ("layer", "train", "ablation", "layouts")
 _PACKAGES = ("transformer_engine", "triton", "transformers", "liger_kernel", "nvidia_cudnn_frontend")
 
 

@@ -69,11 +69,23 @@ _TRAIN: tuple[Column, ...] = (
     ("optimiser", _optimiser),
     ("loss", lambda row: f"{row['first_loss']:.3f} → {row['last_loss']:.3f}" if "first_loss" in row else "–"),
 )
+_LAYOUTS: tuple[Column, ...] = (
+    ("layout", lambda row: str(row["name"])),
+    _LAYER[1],
+    ("GPUs", _count("ranks")),
+    ("tokens/s", _number("tokens_per_s", ",.0f")),
+    _TRAIN[2],
+    _TRAIN[6],
+    _TRAIN[7],
+    ("peak GiB of rank 0", _number("peak_bytes", ",.2f", 2**-30)),
+    _TRAIN[10],
+    ("largest difference %", _number("difference", ".3f", 100)),
+)
 
 
 def columns_of(kind: str) -> tuple[Column, ...]:
     """The columns of a kind of document."""
-    return _TRAIN if kind == "train" else _LAYER
+    return {"train": _TRAIN, "layouts": _LAYOUTS}.get(kind, _LAYER)
 
 
 def _is_ok(row: Row) -> bool:
@@ -121,8 +133,10 @@ def markdown(documents: Sequence[Mapping[str, Any]]) -> str:
 
 def _cases(document: Mapping[str, Any]) -> list[tuple[str, list[Row]]]:
     """Rows that belong in one table, with its title."""
+    settings = document["settings"]
+    if document["kind"] == "layouts":
+        return [(f"{settings['workload']}, {settings['steps']} steps", list(document["rows"]))]
     if document["kind"] == "train":
-        settings = document["settings"]
         return [(f"{settings['workload']}, {settings['gpus']} ranks", list(document["rows"]))]
     ceilings = {
         (case["shape"]["name"], case["routing"]): case["grouped_gemm_tflops"] for case in document["cases"]

@@ -1,0 +1,40 @@
+"""Training the same steps at several layouts, in real processes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from isozyme.core.errors import ConfigError
+from isozyme.launch.bench import main
+from isozyme.launch.bench_layouts import _compared, layout_runs
+
+SMALL = ["data.window=32", "train.global_batch=4", "train.micro_batch=2", "optim.warmup_steps=2"]
+
+
+@pytest.mark.slow
+def test_two_ranks_train_as_one_and_a_run_that_does_not_is_failed(
+    tmp_path: Path,
+) -> None:
+    layouts = ["dp=1 ep=1", "dp=2 ep=2", "dp=1 ep=1 optim.lr=0.02"]
+    command = ["layouts", "L0_sanity", *SMALL, "--layouts", *layouts, "--steps", "5", "--tolerance", "1e-4"]
+    assert main([*command, "--out", str(tmp_path)]) == 1
+    rows = json.loads((tmp_path / "layouts.json").read_text())["rows"]
+    assert [row["status"] for row in rows] == ["ok", "ok", "FAILED"]
+    assert [row["ranks"] for row in rows] == [1, 2, 1]
+    assert rows[0]["difference"] == 0.0
+    assert rows[1]["difference"] < 1e-4
+    assert rows[1]["peak_bytes"] > 0
+    assert "the tolerance is 0.01%" in rows[2]["reason"]
+
+
+def test_a_layout_that_breaks_a_rule_is_refused_before_any_run() -> None:
+    with pytest.raises(ConfigError, match="tp"):
+        layout_runs("L0_sanity", ["dp=1 ep=1", "tp=5 dp=1 ep=1"], [], 20)
+    with pytest.raises(ConfigError, match="steps must be at least 5"):
+        layout_runs("L0_sanity", ["dp=1 ep=1"], [], 2)
+
+
+def test_a_loss_that_is_no_number_is_never_near() -> None:
+    assert _compared([None, 1.0], [1.0, 1.0], 0.5)["status"] == "FAILED"
+    assert _compared([1.0, 1.01], [1.0, 1.0], 0.02)["difference"] == pytest.approx(0.01)
