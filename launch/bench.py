@@ -15,6 +15,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 from rich.console import Console
 
 from isozyme.core.errors import ConfigError
-from isozyme.launch.bench_ablation import bench_ablation, draw_picture
+from isozyme.launch.bench_ablation import bench_ablation, draw_picture, with_gains
 from isozyme.launch.bench_arguments import parse
 from isozyme.launch.bench_ceilings import copy_tbytes, gemm_tflops
 from isozyme.launch.bench_contenders import default_backends, default_precision, our_contenders
@@ -31,8 +32,9 @@ from isozyme.launch.bench_layer import Effort, bench_cases, case_of
 from isozyme.launch.bench_layouts import WARM_UP, bench_layouts, layout_runs
 from isozyme.launch.bench_measure import free
 from isozyme.launch.bench_measured import measured_table, write_table
+from isozyme.launch.bench_overlap import Order, overlap_rows
 from isozyme.launch.bench_peers import peer_contenders
-from isozyme.launch.bench_problem import Problem
+from isozyme.launch.bench_problem import Problem, RandomExpertWeights
 from isozyme.launch.bench_report import markdown, terminal_tables
 from isozyme.launch.bench_routing import choose_ids
 from isozyme.launch.bench_shapes import shape
@@ -91,10 +93,7 @@ def _layer(arguments: argparse.Namespace) -> int:
     print(f"large GEMM {document['ceilings']['gemm_tflops']:,.1f} TFLOP/s, "
           f"copy {document['ceilings']['copy_tbytes']:.2f} TB/s", flush=True)  # fmt: skip
     for case, rows in bench_cases(shapes, arguments.routing, contenders, device, effort, _say):
-        document["cases"].append(case)
-        document["rows"] += rows
-        write_document(document, path)
-        _show({**document, "rows": rows})
+        _add(document, path, [case], rows)
     print(f"written to {path}")
     return _code(document)
 
@@ -104,25 +103,47 @@ def _ablation(arguments: argparse.Namespace) -> int:
     shapes = [shape(text, tokens=arguments.tokens) for text in arguments.shape]
     low = None if arguments.low == "none" else arguments.low
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    order = Order.of(
+        shapes,
+        arguments.routing,
+        arguments.overlap,
+        gpus=arguments.gpus or (torch.cuda.device_count() if device.type == "cuda" else 1),
+        device=device,
+        precision=default_precision(device),
+        effort=effort,
+    )
     settings = {"rounds": effort.rounds, "repeats": effort.repeats, "low": low, "device": str(device)}
     document, path = _start(arguments, settings)
     document["ceilings"] = _ceilings(device)
     for size in shapes:
-        for routing in arguments.routing:
-            problem = Problem.draw(size, routing, device=device, dtype=dtype)
-            case = case_of(problem, _say)
-            rows = bench_ablation(problem, low, effort, _say)
+        weights = RandomExpertWeights(size, device=device, dtype=dtype, seed=0)
+        for number, routing in enumerate(arguments.routing):
+            problem = Problem.draw(size, routing, device=device, dtype=dtype, weights=weights)
+            # What is compiled and how many kernels there are does not depend on the routing.
+            quick = effort if number == 0 else replace(effort, warm_up=1, count_calls=False)
+            case, rows = case_of(problem, _say), bench_ablation(problem, low, quick, _say)
             del problem
             free(device)
-            document["cases"].append(case)
-            document["rows"] += rows
-            write_document(document, path)
-            _show({**document, "rows": rows})
+            _add(document, path, [case], rows)
+        del weights
+        free(device)
+    _add(document, path, [], with_gains(overlap_rows(order, _say)))
+    for size in shapes:
+        for routing in arguments.routing:
+            rows = [r for r in document["rows"] if (r["shape"], r["routing"]) == (size.name, routing)]
             picture = path.with_name(f"{path.stem}-{_word(size.name)}-{_word(routing)}.png")
             refused = draw_picture(rows, f"{size.name}, {size.tokens:,} tokens, {routing}", picture)
             print(refused or f"picture: {picture}")
     print(f"written to {path}")
     return _code(document)
+
+
+def _add(document: dict[str, Any], path: Path, cases: Sequence[Any], rows: Sequence[Any]) -> None:
+    """Add what was measured to the document, write it, and show it."""
+    document["cases"] += cases
+    document["rows"] += rows
+    write_document(document, path)
+    _show({**document, "rows": rows})
 
 
 def _train(arguments: argparse.Namespace) -> int:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from isozyme.core.errors import ConfigError, did_you_mean
 from isozyme.core.precision import TRAITS
 from isozyme.launch.bench_contenders import default_precision
 from isozyme.launch.bench_layer import Effort, Row, Say, compare
+from isozyme.launch.bench_overlap import OVERLAP
 from isozyme.launch.bench_problem import Problem
 from isozyme.launch.bench_rungs import chained, leave_one_out
 
 CHAINED, LEFT_OUT = "added one by one", "left out one by one"
+
+_COLOURS = MappingProxyType({CHAINED: "tab:blue", LEFT_OUT: "tab:gray", OVERLAP: "tab:green"})
 
 
 def bench_ablation(
@@ -33,24 +37,28 @@ def bench_ablation(
     if low_precision is not None and low_precision not in TRAITS:
         raise ConfigError(f"unknown precision: --low={low_precision}. {did_you_mean(low_precision, TRAITS)}")
     precision = default_precision(problem.device)
-    rows: list[Row] = []
-    for table, rungs in (
-        (CHAINED, chained(precision, low_precision)),
-        (LEFT_OUT, leave_one_out(precision)),
-    ):
-        say(f" {table}")
-        rows += [row | {"table": table} for row in compare(problem, rungs, effort, say)]
-    rows.insert(
-        sum(row["table"] == CHAINED for row in rows),
-        {
-            **{key: rows[0][key] for key in ("kind", "shape", "tokens", "routing", "table")},
-            "name": "+ overlap of exchange and GEMMs",
-            "precision": precision,
-            "status": "unavailable",
-            "reason": "one rank holds all experts (ep=1): there is no exchange to overlap",
-        },
-    )
-    return rows
+    series = {CHAINED: chained(precision, low_precision), LEFT_OUT: leave_one_out(precision)}
+    tables = [table for table, rungs in series.items() for _ in rungs]
+    every = [rung for rungs in series.values() for rung in rungs]
+    rows = compare(problem, every, effort, say)
+    return with_gains([row | {"table": table} for row, table in zip(rows, tables, strict=True)])
+
+
+def with_gains(rows: Sequence[Row]) -> list[Row]:
+    """The same rows with `gain`: how many times faster a rung is than the one before it.
+
+    Where parts are left out it is compared with the rung that has all of them. Rungs without a time, and the
+    first of each table, have none.
+    """
+    found: list[Row] = []
+    known: dict[tuple[Any, ...], float] = {}
+    for row in rows:
+        table = tuple(row[key] for key in ("shape", "tokens", "routing", "table"))
+        time = row.get("ms")
+        found.append(row if time is None or table not in known else row | {"gain": known[table] / time})
+        if time is not None and not (row["table"] == LEFT_OUT and table in known):
+            known[table] = time
+    return found
 
 
 def draw_picture(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> str | None:
@@ -68,13 +76,15 @@ def draw_picture(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> s
         return "no picture: no rung was timed"
     figure = Figure(figsize=(9, 0.45 * len(timed) + 1.4), layout="constrained")
     axes = figure.subplots()
-    colours = ["tab:blue" if row["table"] == CHAINED else "tab:gray" for row in timed]
+    colours = [_COLOURS[row["table"]] for row in timed]
     bars = axes.barh([f"{row['name']}" for row in timed], [row["ms"] for row in timed], color=colours)
     labels = [f"{row['ms']:.2f} ms, {row['tflops']:.0f} TFLOP/s" for row in timed]
     axes.bar_label(bars, labels=labels, padding=3)
     axes.invert_yaxis()
     axes.set_xlabel("ms, forward and backward of one layer with its router")
-    axes.set_title(f"{title}\nblue: {CHAINED}; grey: {LEFT_OUT}")
+    present = {row["table"] for row in timed}
+    words = [f"{_COLOURS[name].removeprefix('tab:')}: {name}" for name in _COLOURS if name in present]
+    axes.set_title("\n".join([title, "; ".join(words)]))
     axes.margins(x=0.25)
     figure.savefig(path, dpi=150)
     return None

@@ -41,22 +41,35 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _add_layer(to: Parser) -> None:
-    _add_case(to)
+    _add_case(to, shapes=["genomic-1b"], routings=["balanced"])
     to.add_argument("--backends", type=_names, help="te@fp8_current, or te for each of --precisions")
     to.add_argument("--precisions", type=_names, help="default: bf16 on a GPU, fp32 on a CPU")
     to.add_argument("--peers", type=_names, default=[], help=f"of {', '.join(PEERS)}")
 
 
 def _add_ablation(to: Parser) -> None:
-    _add_case(to)
+    _add_case(to, shapes=list(SHAPES), routings=["balanced", "zipf:1.2", "hot:0.5", "half-empty"])
     to.add_argument("--low", default="fp8_current", help="precision of the last rung, or none")
-
-
-def _add_case(to: Parser) -> None:
-    named = ", ".join(SHAPES)
-    to.add_argument("--shape", nargs="+", default=["genomic-1b"], help=f"{named}, or h=64,f=96,E=4,k=2")
+    to.add_argument("--gpus", type=int, help="ranks of the last series, all GPUs by default")
     to.add_argument(
-        "--routing", nargs="+", default=["balanced"], help="balanced random zipf:1.2 hot:0.5 half-empty"
+        "--overlap",
+        nargs="+",
+        default=[],
+        metavar="key=value",
+        help="settings that overlap exchange and GEMMs, added one by one over all GPUs",
+    )
+
+
+def _add_case(to: Parser, shapes: Sequence[str], routings: Sequence[str]) -> None:
+    named = ", ".join(SHAPES)
+    to.add_argument(
+        "--shape", nargs="+", default=shapes, help=f"{named}, or h=64,f=96,E=4,k=2 (default: %(default)s)"
+    )
+    to.add_argument(
+        "--routing",
+        nargs="+",
+        default=routings,
+        help="balanced random zipf:1.2 hot:0.5 half-empty (default: %(default)s)",
     )
     to.add_argument("--tokens", type=int, help="tokens a step; the shape's own by default")
     to.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")

@@ -45,6 +45,8 @@ class Effort:
     """Timed steps in a turn."""
     warm_up: int = 3
     """Steps before a contender is checked (compiling, tuning, and histories of delayed scaling)."""
+    count_calls: bool = True
+    """Whether kernels and waits of one step are counted, by the profiler."""
 
 
 def bench_cases(
@@ -197,7 +199,7 @@ def _time(rows: list[Row], alive: dict[int, Built], problem: Problem, effort: Ef
                 "samples": timing.samples,
                 "tflops": problem.shape.flops / seconds / 1e12,
                 "tokens_per_s": problem.shape.tokens / seconds,
-                **asdict(count_calls(steps[number], problem.device)),
+                **(asdict(count_calls(steps[number], problem.device)) if effort.count_calls else {}),
             }
         else:
             rows[number] |= {"status": "FAILED", "reason": f"while it was timed: {timing}"}

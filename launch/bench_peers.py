@@ -35,9 +35,7 @@ def liger_experts(problem: Problem) -> Built:
     """`LigerExperts` of the installed liger-kernel (0.8 or later): Triton grouped GEMMs that gather rows."""
     swiglu = optional_module("liger_kernel.transformers.swiglu", "liger-kernel>=0.8")
     if not hasattr(swiglu, "LigerFusedMoEFunction"):
-        raise BackendError(
-            "this liger-kernel has no fused MoE: its LigerExperts loops. It needs 0.8 or later"
-        )
+        raise BackendError("this liger-kernel has no fused MoE; 0.8 and later have one")
     if problem.device.type != "cuda":
         raise BackendError(f"Liger's kernels run on CUDA, not on {problem.device.type}")
     return _stacked(problem, swiglu.LigerExperts, _mixtral_config(problem))

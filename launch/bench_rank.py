@@ -84,7 +84,8 @@ def measure(order: Order, place: RankEnvironment) -> dict[str, Any]:
     choice = check(
         config, Machine.here(), world_size=place.world_size, local_world_size=place.local_world_size
     )
-    torch.set_num_threads(threads_per_rank(place.local_world_size))
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(threads_per_rank(place.local_world_size))
     device = torch.device(f"cuda:{place.local_rank}" if choice.device == "cuda" else "cpu")
     if order.contender not in PEERS:
         with join(config, place, device) as groups:

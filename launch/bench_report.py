@@ -56,6 +56,7 @@ _LAYER: tuple[Column, ...] = (
     ("waits", _count("host_syncs")),
     ("worst error", _number("worst_error", ".1e")),
 )
+_ABLATION: tuple[Column, ...] = (*_LAYER[:4], ("gain", _number("gain", ".2f")), *_LAYER[4:])
 _TRAIN: tuple[Column, ...] = (
     _LAYER[0],
     _LAYER[1],
@@ -85,7 +86,7 @@ _LAYOUTS: tuple[Column, ...] = (
 
 def columns_of(kind: str) -> tuple[Column, ...]:
     """The columns of a kind of document."""
-    return {"train": _TRAIN, "layouts": _LAYOUTS}.get(kind, _LAYER)
+    return {"train": _TRAIN, "layouts": _LAYOUTS, "ablation": _ABLATION}.get(kind, _LAYER)
 
 
 def _is_ok(row: Row) -> bool:

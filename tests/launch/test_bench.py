@@ -11,14 +11,10 @@ import torch
 
 from isozyme.core.errors import ConfigError, DataError
 from isozyme.launch.bench import main
-from isozyme.launch.bench_ablation import CHAINED, LEFT_OUT, bench_ablation
 from isozyme.launch.bench_document import read_document, write_document
-from isozyme.launch.bench_layer import Effort
 from isozyme.launch.bench_measured import measured_table
-from isozyme.launch.bench_problem import Problem
 from isozyme.launch.bench_rank import Order, measure
 from isozyme.launch.bench_report import markdown
-from isozyme.launch.bench_shapes import shape
 from isozyme.launch.bench_train import TrainContender, bench_train, ladder, train_contenders
 from isozyme.launch.bench_workload import Workload, peak_flops, workload
 from isozyme.launch.cli import main as isozyme
@@ -72,37 +68,6 @@ def test_a_layer_is_measured_from_the_command_line(
         ("hot:0.5", "liger", "unavailable"),
     ]
     assert "unavailable: not installed: liger-kernel" in " ".join(capsys.readouterr().out.split())
-
-
-@pytest.mark.parametrize("routing", ["zipf:1.2", "half-empty"])
-def test_every_rung_of_the_ablation_agrees_and_is_timed(routing: str) -> None:
-    size = shape("h=32,f=48,E=6,k=2", tokens=40)
-    problem = Problem.draw(size, routing, device=torch.device("cpu"), dtype=torch.float32)
-    rows = bench_ablation(problem, "fp8_current", Effort(rounds=1, repeats=1, warm_up=1), lambda _text: None)
-    by_table = {name: [row for row in rows if row["table"] == name] for name in (CHAINED, LEFT_OUT)}
-    assert [row["status"] for row in by_table[CHAINED]] == ["ok"] * 6 + ["unavailable"] * 2
-    assert [row["status"] for row in by_table[LEFT_OUT]] == ["ok"] * 5
-    loop, *_, swiglu, node, router = (row["saved_bytes_per_token"] for row in by_table[CHAINED][:6])
-    assert loop > 1.3 * swiglu > 1.3 * 1.3 * node > 1.3 * 1.3 * router
-    assert {"d_router", "d_tokens", "d_down"} <= set(by_table[CHAINED][0]["errors"])
-
-
-def test_a_router_of_a_rung_chooses_what_the_problem_says() -> None:
-    from isozyme.launch.bench_rungs import _route
-
-    size = shape("h=32,f=48,E=6,k=2", tokens=40)
-    problem = Problem.draw(size, "hot:0.5", device=torch.device("cpu"), dtype=torch.float32)
-    for fused in (False, True):
-        ids, _ = _route(problem, fused)
-        assert torch.equal(ids.sort(dim=1).values, problem.topk_ids.sort(dim=1).values)
-
-
-def test_an_unknown_precision_of_the_last_rung_is_refused() -> None:
-    problem = Problem.draw(
-        shape("h=8,f=8,E=2,k=1", tokens=4), "random", device=torch.device("cpu"), dtype=torch.float32
-    )
-    with pytest.raises(ConfigError, match="--low=fp9"):
-        bench_ablation(problem, "fp9", Effort())
 
 
 @pytest.mark.parametrize("name", ["auto", "loop", "hf-eager-fsdp2", "hf-grouped_mm-fsdp2"])
