@@ -107,6 +107,7 @@ def _ablation(arguments: argparse.Namespace) -> int:
         shapes,
         arguments.routing,
         arguments.overlap,
+        base=arguments.base,
         gpus=arguments.gpus or (torch.cuda.device_count() if device.type == "cuda" else 1),
         device=device,
         precision=default_precision(device),

@@ -58,6 +58,9 @@ def _add_ablation(to: Parser) -> None:
         metavar="key=value",
         help="settings that overlap exchange and GEMMs, added one by one over all GPUs",
     )
+    to.add_argument(
+        "--base", nargs="+", default=[], metavar="key=value", help="settings of every rung of that series"
+    )
 
 
 def _add_case(to: Parser, shapes: Sequence[str], routings: Sequence[str]) -> None:

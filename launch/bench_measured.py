@@ -13,11 +13,15 @@ from isozyme.moe.experts.measured import SCHEMA
 ROUTING = "balanced"
 """The routing whose times count: what an expert gets in training is not known beforehand."""
 
+_Key = tuple[str, int, int, int, int]
+"""Precision, h, f, experts, rows."""
+
 
 def measured_table(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What the balanced cases of layer benchmarks say about our backends; other rows and kinds are left out.
 
-    Where the same backend, precision and shape was measured twice, the later document counts.
+    The times of one shape and precision are those of one document, as different runs do not compare: of the one
+    with the most backends, and among such of the latest.
 
     Args:
         documents: JSON of benchmarks, all of one kind of GPU.
@@ -33,15 +37,11 @@ def measured_table(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             f"a table of measured backends needs results of `bench layer` on one kind of GPU: GPUs={found}. "
             "Give the files of one."
         )
-    times: dict[tuple[str, int, int, int, int], dict[str, float]] = {}
+    times: dict[_Key, dict[str, float]] = {}
     for document in layers:
-        shapes = {case["shape"]["name"]: case["shape"] for case in document["cases"]}
-        for row in document["rows"]:
-            if row["kind"] == "isozyme" and row["status"] == "ok" and row["routing"] == ROUTING:
-                size = shapes[row["shape"]]
-                rows = row["tokens"] * size["topk"]
-                key = (row["precision"], size["hidden"], size["ffn"], size["num_experts"], rows)
-                times.setdefault(key, {})[row["name"]] = round(row["ms"], 3)
+        for key, ms in _times(document).items():
+            if len(ms) >= len(times.get(key, {})):
+                times[key] = ms
     if not times:
         raise DataError(f"a table of measured backends needs rows with routing={ROUTING}: there are none.")
     return {
@@ -63,6 +63,19 @@ def measured_table(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             for (precision, hidden, ffn, experts, rows), ms in sorted(times.items())
         ],
     }
+
+
+def _times(document: Mapping[str, Any]) -> dict[_Key, dict[str, float]]:
+    """Milliseconds by backend of each precision and shape of one document."""
+    shapes = {case["shape"]["name"]: case["shape"] for case in document["cases"]}
+    found: dict[_Key, dict[str, float]] = {}
+    for row in document["rows"]:
+        if row["kind"] == "isozyme" and row["status"] == "ok" and row["routing"] == ROUTING:
+            size = shapes[row["shape"]]
+            rows = row["tokens"] * size["topk"]
+            key = (row["precision"], size["hidden"], size["ffn"], size["num_experts"], rows)
+            found.setdefault(key, {})[row["name"]] = round(row["ms"], 3)
+    return found
 
 
 def write_table(table: Mapping[str, Any], path: Path) -> None:

@@ -34,6 +34,8 @@ class Order:
     routings: Sequence[str]
     ladder: Sequence[str]
     """Settings `key=value`, each added to those before it."""
+    base: Sequence[str]
+    """Settings of every rung."""
     gpus: int
     device: str
     precision: str
@@ -48,6 +50,7 @@ class Order:
         routings: Sequence[str],
         ladder: Sequence[str],
         *,
+        base: Sequence[str] = (),
         gpus: int,
         device: torch.device,
         precision: str,
@@ -59,6 +62,7 @@ class Order:
             shapes: the layers; `tokens` are those of each GPU.
             routings: see `isozyme.launch.bench_routing`; each GPU draws its own.
             ladder: settings that overlap something.
+            base: settings of every rung, such as a shared expert.
             gpus: the number of ranks, over which the experts are spread.
             device: cpu or cuda.
             precision: of the layer.
@@ -71,6 +75,7 @@ class Order:
             shapes=[asdict(each) for each in shapes],
             routings=list(routings),
             ladder=list(ladder),
+            base=list(base),
             gpus=gpus,
             device=device.type,
             precision=precision,
@@ -89,7 +94,7 @@ class Order:
 
     def name(self, settings: Sequence[str] = ()) -> str:
         """What a rung is called."""
-        return " + ".join([f"ep={self.gpus}", *settings])
+        return " + ".join([", ".join([f"ep={self.gpus}", *self.base]), *settings])
 
     def row(self, shape: Shape, routing: str, **more: Any) -> Row:
         """A row of the table."""
@@ -121,7 +126,8 @@ class Order:
             "device": self.device,
             "precision": self.precision,
         }
-        return compose("L0_sanity", [*(f"{key}={value}" for key, value in sizes.items()), *settings])
+        given = [f"{key}={value}" for key, value in sizes.items()]
+        return compose("L0_sanity", [*given, *self.base, *settings])
 
     def rungs(self) -> list[tuple[str, ...]]:
         """The settings of every rung, none first."""

@@ -215,7 +215,7 @@ def test_the_table_of_auto_is_made_from_the_published_results(tmp_path: Path) ->
     assert made.read_text() == (root / "moe/experts/measured_on/nvidia-h200.json").read_text()
 
 
-def test_only_balanced_rows_of_ours_that_agreed_enter_the_table_and_the_latest_counts() -> None:
+def test_only_balanced_rows_of_ours_that_agreed_enter_the_table_and_one_run_counts() -> None:
     def layer(date: str, gpu: str | None, *rows: tuple[str, str, str, str, float]) -> dict[str, Any]:
         return document(
             date=date,
@@ -239,6 +239,9 @@ def test_only_balanced_rows_of_ours_that_agreed_enter_the_table_and_the_latest_c
     old = layer("2030-01-01", "G", ("te", "isozyme", "ok", "balanced", 9.0))
     (found,) = measured_table([new, old, document(kind="train")])["measurements"]
     assert (found["ms"], found["rows"], found["num_local_experts"]) == ({"te": 3.0}, 16, 3)
+    both = layer("2029-01-01", "G", *[(x, "isozyme", "ok", "balanced", 5.0) for x in ("te", "loop")])
+    (found,) = measured_table([new, old, both])["measurements"]
+    assert found["ms"] == {"te": 5.0, "loop": 5.0}  # not 3.0 for one of them
     with pytest.raises(DataError, match="GPUs=G, H"):
         measured_table([new, layer("2030-01-01", "H")])
     with pytest.raises(DataError, match="GPUs=None"):

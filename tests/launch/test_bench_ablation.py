@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -59,6 +61,9 @@ def test_overlap_does_not_apply_to_one_rank_and_an_unknown_setting_is_refused() 
     assert "ep=1" in rows[0]["reason"]
     with pytest.raises(ConfigError, match="overlap_all"):
         order(2, "model.moe.overlap_all=true")
+    shared = replace(order(2), base=["model.moe.shared_ffn=16"])
+    assert shared.config(shared.cases()[0][0], ()).model.moe.shared_ffn == 16
+    assert shared.name(["a.b=1"]) == "ep=2, model.moe.shared_ffn=16 + a.b=1"
 
 
 def test_rungs_of_overlap_are_held_to_the_first_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
