@@ -13,18 +13,19 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from isozyme.core.config import RunConfig
 from isozyme.core.errors import ConfigError
-from isozyme.core.topology import Topology
+from isozyme.core.topology import Layout, Topology
 from isozyme.launch.compose import compose
 from isozyme.launch.local import run_ranks
 
 Say = Callable[[str], None]
 
+_AXES = frozenset(each.name for each in fields(Layout))
 WARM_UP = 3
 """Steps whose time is not counted."""
 
@@ -44,7 +45,7 @@ def layout_runs(recipe: str, layouts: Sequence[str], overrides: Sequence[str], s
 
     Args:
         recipe: what is trained.
-        layouts: sizes by axis, such as `tp=2 dp=2`; a word with a dot is a setting of that run alone.
+        layouts: sizes by axis, such as `tp=2 dp=2`; other words are settings of that run alone.
         overrides: settings of all runs.
         steps: optimiser steps of each.
 
@@ -55,7 +56,7 @@ def layout_runs(recipe: str, layouts: Sequence[str], overrides: Sequence[str], s
         raise ConfigError(f"--steps must be at least {WARM_UP + 2}, of which {WARM_UP} warm up: {steps}.")
     found = []
     for text in layouts:
-        own = [word if "." in word.partition("=")[0] else f"layout.{word}" for word in text.split()]
+        own = [f"layout.{word}" if word.partition("=")[0] in _AXES else word for word in text.split()]
         every = (
             *("train.eval_windows=8", *overrides, *own),
             *(f"train.steps={steps}", "train.log_every=1", "train.eval_every=0", "train.checkpoint_every=0"),

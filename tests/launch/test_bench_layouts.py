@@ -28,6 +28,12 @@ def test_two_ranks_train_as_one_and_a_run_that_does_not_is_failed(
     assert "the tolerance is 0.01%" in rows[2]["reason"]
 
 
+def test_words_that_name_no_axis_are_settings_of_their_run() -> None:
+    first, second = layout_runs("L0_sanity", ["dp=2 ep=2 precision=bf16", "dp=1 ep=1 optim.lr=0.5"], [], 8)
+    assert (str(first.config.layout), first.config.precision) == ("dp=2 ep=2", "bf16")
+    assert (second.config.precision, second.config.optim.lr) == ("fp32", 0.5)
+
+
 def test_a_layout_that_breaks_a_rule_is_refused_before_any_run() -> None:
     with pytest.raises(ConfigError, match="tp"):
         layout_runs("L0_sanity", ["dp=1 ep=1", "tp=5 dp=1 ep=1"], [], 20)
