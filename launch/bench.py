@@ -15,6 +15,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from isozyme.launch.bench_contenders import default_backends, default_precision,
 from isozyme.launch.bench_document import new_document, read_document, write_document
 from isozyme.launch.bench_layer import Effort, bench_cases, case_of
 from isozyme.launch.bench_layouts import WARM_UP, bench_layouts, layout_runs
-from isozyme.launch.bench_measure import free
+from isozyme.launch.bench_measure import free, quick_collections
 from isozyme.launch.bench_measured import measured_table, write_table
 from isozyme.launch.bench_overlap import Order, overlap_rows
 from isozyme.launch.bench_peers import peer_contenders
@@ -50,7 +51,8 @@ def main(argv: Sequence[str]) -> int:
     """Run one benchmark; returns the exit code, which is 1 if a contender disagreed or broke."""
     arguments = parse(argv)
     kinds = {"layer": _layer, "train": _train, "ablation": _ablation, "layouts": _layouts, "report": _report}
-    return kinds[arguments.kind](arguments)
+    with quick_collections() if arguments.kind in ("layer", "ablation") else nullcontext():
+        return kinds[arguments.kind](arguments)
 
 
 def _device(asked: str) -> torch.device:

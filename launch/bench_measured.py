@@ -20,7 +20,7 @@ _Key = tuple[str, int, int, int, int]
 def measured_table(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What the balanced cases of layer benchmarks say about our backends; other rows and kinds are left out.
 
-    The times of one shape and precision are those of one document, as different runs do not compare: of the one
+    The times of one shape and precision are those of one document, as different runs do not compare: of that
     with the most backends, and among such of the latest.
 
     Args:

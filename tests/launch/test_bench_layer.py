@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,7 +15,7 @@ from isozyme.core.errors import BackendError, ConfigError
 from isozyme.launch.bench_agreement import reference_outcome, relative_errors
 from isozyme.launch.bench_contenders import our_contender, our_contenders
 from isozyme.launch.bench_layer import Effort, bench_cases, compare
-from isozyme.launch.bench_measure import Timing, time_interleaved
+from isozyme.launch.bench_measure import Timing, quick_collections, time_interleaved
 from isozyme.launch.bench_peers import PEERS, peer_contenders
 from isozyme.launch.bench_problem import Built, Contender, Problem
 from isozyme.launch.bench_shapes import shape
@@ -158,6 +160,26 @@ def test_a_contender_that_breaks_while_it_is_timed_is_out_and_the_others_are_tim
     assert found[0] == "RuntimeError: the third turn"
     assert isinstance(found[1], Timing)
     assert found[1].samples == 3
+
+
+def test_collections_in_a_benchmark_take_its_own_garbage_and_leave_the_rest() -> None:
+    class Cycle:
+        def __init__(self) -> None:
+            self.me = self
+
+    def dead_cycle() -> weakref.ref[Cycle]:
+        return weakref.ref(Cycle())
+
+    gc.disable()
+    try:
+        with quick_collections():
+            inside = dead_cycle()
+            assert gc.get_freeze_count() > 1000
+            gc.collect()
+            assert inside() is None
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.enable()
 
 
 def test_turns_go_back_and_forth() -> None:
