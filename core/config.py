@@ -155,6 +155,8 @@ class OptimConfig:
     """Whether masters and moments are dealt out over the replicas of each weight (ZeRO-1)."""
     overlap_reduce: bool = False
     """Whether a layer's gradients are summed over ranks while backward goes on with the layers before it."""
+    overlap_gather: bool = False
+    """Whether updated parameters are gathered while the next forward goes on; needs sharded."""
 
     def problems(self, where: str = "optim") -> list[str]:
         """Every broken rule in words."""
@@ -175,6 +177,11 @@ class OptimConfig:
         rules.check(
             self.min_lr_ratio <= 1,
             f"{where}.min_lr_ratio must be at most 1: {where}.min_lr_ratio={self.min_lr_ratio}.",
+        )
+        rules.check(
+            self.sharded or not self.overlap_gather,
+            f"only a sharded optimiser gathers parameters: {where}.overlap_gather=true, "
+            f"{where}.sharded=false. Set {where}.sharded=true, or leave {where}.overlap_gather out.",
         )
         return rules.broken
 

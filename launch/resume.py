@@ -114,6 +114,7 @@ class Checkpoints:
         return done, messages
 
     def _tensors(self) -> Iterator[tuple[str, Tensor, ShardSpec]]:
+        self.optimizer.finish()
         yield from named_shards(self.model)
         yield from self.optimizer.state()
 

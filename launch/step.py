@@ -23,6 +23,7 @@ from isozyme.moe.expert_bias import update_expert_biases
 from isozyme.moe.types import RouterStats, Routing
 from isozyme.parallel.grad_buffer import GradientBuffer
 from isozyme.parallel.grad_norm import clip_, global_norm
+from isozyme.parallel.optimizer import Optimizer
 from isozyme.parallel.process_groups import ProcessGroups
 
 
@@ -237,6 +238,14 @@ class TrainStep:
             routed=routed,
             dropped=dropped,
         )
+
+    def finish(self) -> None:
+        """Return when parameters are whole, before anyone reads them other than by a forward pass.
+
+        The last update may have left gathers under way (`optim.overlap_gather`). All ranks call it together.
+        """
+        if isinstance(self.optimizer, Optimizer):
+            self.optimizer.finish()
 
     def accumulate(
         self,

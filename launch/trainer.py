@@ -173,6 +173,7 @@ class _Loop:
                 self.checkpoints.save(progress.done)
             if stopped is not None and progress.done < train.steps:
                 return progress, stopped
+        self.step.finish()
         return progress, None
 
     def _one_step(self, number: int, progress: Progress) -> None:
@@ -196,6 +197,7 @@ class _Loop:
 
     def _evaluate(self, done: int) -> None:
         run = self.run_
+        self.step.finish()
         result = evaluate(self.step.stage, _held_out(run), run.groups, run.device)
         self.metrics.write({"kind": "eval", "step": done - 1, **asdict(result)})
         self.display.say(f"held-out after step {done}: {result.bits_per_base:.4f} bits per base")

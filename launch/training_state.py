@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from isozyme.core.config import OptimConfig
 from isozyme.core.errors import ConfigError
 from isozyme.models.stage import Stage
+from isozyme.parallel.gather_overlap import gather_ahead
 from isozyme.parallel.grad_buffer import GradientBuffer
 from isozyme.parallel.optimizer import Optimizer
 from isozyme.parallel.overlap import Unit, mark
 from isozyme.parallel.process_groups import ProcessGroups
-from isozyme.parallel.sharded_optimizer import make_optimizer
+from isozyme.parallel.sharded_optimizer import ShardedOptimizer, make_optimizer
 
 
 def training_state(
@@ -19,22 +22,23 @@ def training_state(
 ) -> tuple[GradientBuffer, Optimizer]:
     """The gradient buffer and the optimiser of one rank's model. All ranks call it together.
 
-    With `optim.sharded` or `optim.overlap_reduce` gradients are reduced layer by layer, as far as the model
-    says what its layers are.
+    With `optim.sharded`, `optim.overlap_reduce` or `optim.overlap_gather` gradients are reduced, and
+    parameters gathered, layer by layer, as far as the model says what its layers are.
 
     Raises:
-        ConfigError: if reductions shall start at layers, and the model does not say what its layers are.
+        ConfigError: if communication shall be overlapped, and the model does not say what its layers are.
         BackendError: if the implementation that was named cannot run here.
     """
     buffer = gradient_buffer(model, groups, config)
-    return buffer, make_optimizer(buffer, config)
+    return buffer, optimizer_of(model, buffer, config)
 
 
 def gradient_buffer(model: nn.Module, groups: ProcessGroups, config: OptimConfig) -> GradientBuffer:
     """The gradient buffer alone; see `training_state`."""
     units: tuple[Unit, ...] = ()
-    if config.sharded or config.overlap_reduce:
-        units = _units(model, must=config.overlap_reduce)
+    overlapped = [name for name in ("overlap_reduce", "overlap_gather") if getattr(config, name)]
+    if config.sharded or overlapped:
+        units = _units(model, overlapped)
     buffer = GradientBuffer(
         model.parameters(), groups, sharded=config.sharded, units=[unit.parameters for unit in units]
     )
@@ -43,17 +47,36 @@ def gradient_buffer(model: nn.Module, groups: ProcessGroups, config: OptimConfig
     return buffer
 
 
-def _units(model: nn.Module, *, must: bool) -> tuple[Unit, ...]:
-    """The units of all chunks, in the order in which backward leaves them: the last chunk first."""
-    chunks = list(model.chunks) if isinstance(model, Stage) else [model]
+def optimizer_of(model: nn.Module, buffer: GradientBuffer, config: OptimConfig) -> Optimizer:
+    """The optimiser for a buffer that `gradient_buffer` made; see `training_state`."""
+    optimizer = make_optimizer(buffer, config)
+    if config.overlap_gather:
+        if not isinstance(optimizer, ShardedOptimizer):
+            raise ConfigError("; ".join(config.problems()))
+        gather_ahead(optimizer, _units(model, ["overlap_gather"]), _chunks(model))
+    return optimizer
+
+
+def _chunks(model: nn.Module) -> list[nn.Module]:
+    return list(model.chunks) if isinstance(model, Stage) else [model]
+
+
+def _units(model: nn.Module, overlapped: Sequence[str]) -> tuple[Unit, ...]:
+    """The units of all chunks, in the order in which backward leaves them: the last chunk first.
+
+    Args:
+        model: this rank's.
+        overlapped: the settings, by name, that need units.
+    """
     found: list[Unit] = []
-    for chunk in reversed(chunks):
+    for chunk in reversed(_chunks(model)):
         units = getattr(chunk, "backward_units", None)
-        if units is None and must:
+        if units is None and overlapped:
+            on, off = (", ".join(f"optim.{name}={to}" for name in overlapped) for to in ("true", "false"))
             raise ConfigError(
-                "to overlap reductions with backward, a model says what its layers are: "
-                f"optim.overlap_reduce=true, and {type(chunk).__name__} has no backward_units. Give it the "
-                "property (see isozyme.parallel.overlap.Unit), or set optim.overlap_reduce=false."
+                "to overlap communication with computation, a model says what its layers are: "
+                f"{on}, and {type(chunk).__name__} has no backward_units. Give it the "
+                f"property (see isozyme.parallel.overlap.Unit), or set {off}."
             )
         found += units or ()
     return tuple(found)

@@ -72,7 +72,7 @@ PAIRS = _family(
 _TIED = ("model.tied=true",)
 _INTERLEAVED = ("pipeline.schedule=interleaved", "pipeline.chunks=2")
 _CAPACITY = ("model.moe.capacity_factor=1.0",)
-_SHARDED = ("optim.sharded=true", "optim.overlap_reduce=true")
+_SHARDED = ("optim.sharded=true", "optim.overlap_reduce=true", "optim.overlap_gather=true")
 _SIGMOID = (
     "model.moe.router.score=sigmoid",
     "model.moe.router.expert_bias_rate=1.0e-3",
@@ -126,7 +126,7 @@ FAMILIES: tuple[Family, ...] = (
         of=("model.moe.capacity_factor=1.25", "model.moe.pad_to_capacity=true"),
     ),
     _family(
-        "sharded optimiser, overlapped sums",
+        "sharded optimiser, overlapped sums and gathers",
         *("dp=2", "tp=2 dp=2 ep=4", "cp=2 ep=2", "tp=2 cp=2 dp=2 pp=2 ep=4"),
         of=_SHARDED,
     ),

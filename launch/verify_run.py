@@ -13,7 +13,7 @@ from isozyme.core.config import RunConfig
 from isozyme.core.genome.windows import totals_of
 from isozyme.core.topology import Layout, Topology
 from isozyme.launch.step import StepResult, TrainStep, Updates, step_totals
-from isozyme.launch.training_state import gradient_buffer
+from isozyme.launch.training_state import gradient_buffer, optimizer_of
 from isozyme.launch.verify_compare import Kind, Piece, RankValues
 from isozyme.launch.verify_reduced import Windows, skew_
 from isozyme.launch.verify_routing import Flip, Key, Recorder, WindowRouting
@@ -23,7 +23,6 @@ from isozyme.models.types import Chunk, ModelFactory
 from isozyme.parallel.grad_buffer import GradientBuffer
 from isozyme.parallel.process_groups import ProcessGroups, World
 from isozyme.parallel.shard_spec import ShardSpec, named_shards
-from isozyme.parallel.sharded_optimizer import make_optimizer
 from isozyme.parallel.simulated import simulate
 
 STEPS = 3
@@ -53,7 +52,7 @@ class Setting:
         if self.dispatcher == "local":
             parts["pad_to_capacity"] = False
         if self.plain:
-            optim = replace(config.optim, sharded=False, overlap_reduce=False)
+            optim = replace(config.optim, sharded=False, overlap_reduce=False, overlap_gather=False)
             config = replace(config, optim=optim, model=replace(config.model, recompute="none"))
         return replace(
             config,
@@ -170,7 +169,7 @@ class _Rank:
         self.model = Stage(self.recorders, groups, config=config, dtype=setting.dtype, device=CPU)
         self.buffer = gradient_buffer(self.model, groups, config.optim)
         optimizer: Updates = (
-            make_optimizer(self.buffer, config.optim) if setting.exact else PlainSGD(self.buffer)
+            optimizer_of(self.model, self.buffer, config.optim) if setting.exact else PlainSGD(self.buffer)
         )
         self.step = TrainStep(
             self.model,
@@ -185,6 +184,7 @@ class _Rank:
     def run(self) -> tuple[RankValues, list[Recorder]]:
         """All steps, and what there is to compare."""
         results = [self._one_step(number) for number in range(STEPS)]
+        self.step.finish()
         self._keep("weight", STEPS - 1, ((tensor, spec) for _, tensor, spec in named_shards(self.model)))
         values = RankValues(
             where=self._where(),
@@ -223,6 +223,7 @@ class _Rank:
         for piece in self.pieces[first:]:
             piece.tensor.div_(result.clip)  # an error of the norm shall not look like one of every gradient
         if self.fault is not None and self.fault.after_step is not None:
+            self.step.finish()
             self.fault.after_step(self.model, groups)
         return result
 

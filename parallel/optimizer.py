@@ -66,6 +66,9 @@ class Optimizer:
         self.updates += 1
         self._publish()
 
+    def finish(self) -> None:
+        """Return when the parameters are those of the last update; see `ShardedOptimizer`."""
+
     def state(self) -> Iterator[tuple[str, Tensor, ShardSpec]]:
         """(global name, this rank's shard, spec) of every moment and every separate master.
 

@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from isozyme.core.errors import UsageError
 from isozyme.core.initialisation import Init
 from isozyme.core.topology import Topology
 
@@ -167,9 +168,18 @@ def spec_of(tensor: Tensor) -> ShardSpec:
 
 
 def named_shards(module: nn.Module) -> Iterator[tuple[str, Tensor, ShardSpec]]:
-    """(global name, local tensor, spec) of every parameter, and every buffer that has a spec, each once."""
+    """(global name, local tensor, spec) of every parameter, and every buffer that has a spec, each once.
+
+    Raises:
+        UsageError: while a parameter is being gathered after an update (`optim.overlap_gather`).
+    """
     for parameter in module.parameters():
         spec = spec_of(parameter)
+        if getattr(parameter, "gather_under_way", False):
+            raise UsageError(
+                f"parameters are read when they are whole: {spec.name} is still being gathered after the "
+                "last update. Call finish() of the optimiser first, on all ranks."
+            )
         yield spec.name, parameter, spec
     for buffer in module.buffers():
         if hasattr(buffer, "shard_spec"):

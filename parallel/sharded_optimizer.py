@@ -9,6 +9,7 @@ Source: Rajbhandari et al. 2020, ZeRO (arXiv:1910.02054). The slow twin is `isoz
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
@@ -39,9 +40,48 @@ class ShardedOptimizer(Optimizer):
     are of less than fp32) each. Bytes received a step: each parameter's bytes times (n-1)/n for n replicas.
     Gradients and parameters are not sharded.
 
+    With `gather_ahead` (see `isozyme.parallel.gather_overlap`) `step` only starts the gathers, in the order
+    in which a forward pass uses the parameters: the rest, then the last unit of the buffer to the first.
+    Whoever reads parameters other than by a forward pass calls `finish` before, on all ranks.
+
     Raises:
         UsageError: if the buffer does not deal its sums out.
     """
+
+    gather_ahead = False
+    """Whether `step` leaves the gathers under way."""
+
+    def step(self, lr: float) -> None:
+        """Update this rank's slices once from the reduced (and clipped) gradients, and gather the others'.
+
+        Raises:
+            UsageError: if the gradients have not been reduced.
+        """
+        self.finish()
+        super().step(lr)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait for every gather under way. Afterwards parameters are whole, and those of the last update."""
+        while self._under_way:
+            self._under_way.popleft().finish_gather()
+
+    @torch.no_grad()
+    def about_to_use(self, unit: int | None) -> None:
+        """Finish the gathers of a unit of the buffer (None: the rest), and all that were started before."""
+        wanted = [number for number, share in enumerate(self._under_way) if share.bucket.unit == unit]
+        for _ in range(max(wanted, default=-1) + 1):
+            self._under_way.popleft().finish_gather()
+
+    def state(self) -> Iterator[tuple[str, Tensor, ShardSpec]]:
+        """As of `Optimizer`; finishes the gathers under way."""
+        self.finish()
+        yield from super().state()
+
+    def loaded(self, updates: int) -> None:
+        """As of `Optimizer`; the parameters are whole when it returns."""
+        super().loaded(updates)
+        self.finish()
 
     def _check(self, buffer: GradientBuffer) -> None:
         if not buffer.sharded:
@@ -52,6 +92,7 @@ class ShardedOptimizer(Optimizer):
 
     def _slots(self) -> Iterator[Slot]:
         self._shares = [_Share(bucket) for bucket in self.buffer.buckets]
+        self._under_way: deque[_Share] = deque()
         for share in self._shares:
             self._state += share.state(self.buffer)
             yield from share.slots()
@@ -59,18 +100,27 @@ class ShardedOptimizer(Optimizer):
     @torch.no_grad()
     def _publish(self) -> None:
         """Gather the parameters, each bucket's under way while the one before is copied into place."""
-        before: _Share | None = None
+        self.finish()
+        if self.gather_ahead:
+            rest = [share for share in self._shares if share.bucket.unit is None]
+            in_units = [share for share in self._shares if share.bucket.unit is not None]
+            for share in (*rest, *reversed(in_units)):
+                share.start_gather()
+                self._under_way.append(share)
+            return
         for share in self._shares:
             share.start_gather()
-            if before is not None:
-                before.finish_gather()
-            before = share
-        if before is not None:
-            before.finish_gather()
+            self._under_way.append(share)
+            if len(self._under_way) > 1:
+                self._under_way.popleft().finish_gather()
+        self.finish()
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
-        """Take masters from the parameters: after weights alone were loaded into the model."""
+        """Take masters from the parameters: after weights alone were loaded into the model.
+
+        Gathers under way must have been finished before the weights were loaded.
+        """
         for share in self._shares:
             share.refresh_masters()
 
@@ -174,6 +224,8 @@ class _Share:
             for piece in self.pieces:
                 part[piece.within].copy_(piece.of_parameter())
         self._sent = part, start_gather(part, self.bucket.group.slicers)
+        for segment in self.bucket.segments:
+            segment.parameter.gather_under_way = True  # type: ignore[attr-defined]
 
     def finish_gather(self) -> None:
         """Copy all owners' parts into the parameters."""
@@ -189,6 +241,8 @@ class _Share:
             for segment in self.bucket.segments
         ]
         torch._foreach_copy_(parameters, found)
+        for segment in self.bucket.segments:
+            segment.parameter.gather_under_way = False  # type: ignore[attr-defined]
 
 
 def _pieces(bucket: Bucket, own: slice) -> Iterator[_Piece]:

@@ -100,6 +100,8 @@ def test_a_run_goes_on_with_state_sharded_or_not_and_with_or_without_recomputati
         "train.steps=5",
         "optim.sharded=true",
         "optim.overlap_reduce=true",
+        "optim.overlap_gather=true",
+        "train.eval_every=2",
         "model.recompute=full",
     )
     run(tmp_path / "out", fasta, "resume=latest", "model.recompute=selective")

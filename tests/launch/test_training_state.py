@@ -62,8 +62,8 @@ def test_overlap_changes_no_bit_and_sharding_only_the_rounding_of_the_norm(layou
     assert_close(overlapped, plain, 0.0)
     sharded = seen(layout, tied=tied, optim={"sharded": True}, **pipeline)
     assert_close(sharded, plain, 1e-12)
-    both = seen(layout, tied=tied, optim={"sharded": True, "overlap_reduce": True}, **pipeline)
-    assert_close(both, sharded, 0.0)
+    everything = {"sharded": True, "overlap_reduce": True, "overlap_gather": True}
+    assert_close(seen(layout, tied=tied, optim=everything, **pipeline), sharded, 0.0)
 
 
 def test_the_settings_decide_which_optimiser_and_which_buffer():
@@ -107,4 +107,17 @@ def test_overlap_refuses_a_model_that_does_not_say_what_its_layers_are():
     groups = ProcessGroups(Topology(Layout()), SingleWorld())
     with pytest.raises(ConfigError, match=r"overlap_reduce=true, and Sequential has no backward_units"):
         training_state(nn.Sequential(), groups, OptimConfig(overlap_reduce=True))
+    with pytest.raises(ConfigError, match=r"overlap_gather=true, and Sequential has no backward_units"):
+        training_state(nn.Sequential(), groups, OptimConfig(sharded=True, overlap_gather=True))
     training_state(nn.Sequential(), groups, OptimConfig(sharded=True))
+
+
+def test_gathers_ahead_without_a_sharded_optimiser_are_refused_with_the_way_out():
+    config = OptimConfig(overlap_gather=True)
+    (problem,) = config.problems()
+    assert "optim.overlap_gather=true, optim.sharded=false. Set optim.sharded=true" in problem
+    assert not OptimConfig(overlap_gather=True, sharded=True).problems()
+    groups = ProcessGroups(Topology(Layout()), SingleWorld())
+    stage = Stage.build(build_model, run_config(), groups, CPU, torch.float64)
+    with pytest.raises(ConfigError, match="only a sharded optimiser"):
+        training_state(stage, groups, config)

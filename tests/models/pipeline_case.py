@@ -100,6 +100,7 @@ def train(config: RunConfig, world: World, change: Change | None = None, device:
         totals = step_totals(totals_of(batches), groups, device)
         seen.results.append(step(batches, totals, config.optim.lr, on_gradients=keep))
         seen.gradients.append(found)
+    step.finish()
     for name, tensor, spec in named_shards(stage):
         seen.weights[name] = tensor.detach().cpu().clone()
         seen.slices[name] = spec.slices(groups.topology, groups.rank)
