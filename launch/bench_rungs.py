@@ -17,11 +17,10 @@ from isozyme.launch.bench_contenders import GivenExperts
 from isozyme.launch.bench_problem import Built, Contender, Problem, parameters_by_expert
 from isozyme.moe.dispatch_local import LocalDispatcher
 from isozyme.moe.experts.activation import weighted_swiglu
-from isozyme.moe.experts.arrived import weights_by_row
 from isozyme.moe.experts.grouped_mm import grouped_linear
 from isozyme.moe.kernels.router_topk import router_topk
 from isozyme.moe.kernels.row_map import row_map
-from isozyme.moe.kernels.rows import gather_rows, scatter_rows
+from isozyme.moe.kernels.rows import gather_rows, scatter_rows_and_probs
 from isozyme.moe.kernels.swiglu import swiglu_prob
 from isozyme.moe.scores import combine_weights, log_scores, select_experts, selection_scores
 from isozyme.moe.types import Routing
@@ -100,8 +99,7 @@ def _experts(
     slot_row = None
     if composition.fused_permute:
         slot_row, _, ends = row_map(ids, all_kept, shape.num_experts, 1)
-        rows = scatter_rows(problem.tokens, slot_row, shape.rows)
-        weights = weights_by_row(probs, slot_row, shape.rows)
+        rows, weights = scatter_rows_and_probs(problem.tokens, probs, slot_row, shape.rows)
     else:
         by_expert, order = torch.sort(ids.flatten(), stable=True)
         ends = torch.bincount(by_expert, minlength=shape.num_experts).cumsum(0).to(torch.int32)

@@ -8,13 +8,13 @@ from isozyme.core.errors import ConfigError
 from isozyme.moe.dispatch_allgather import AllGatherDispatcher
 from isozyme.moe.dispatch_alltoall import AllToAllDispatcher
 from isozyme.moe.dispatch_local import LocalDispatcher
+from isozyme.moe.grouping import ArrivalDispatcher
 from isozyme.moe.placement import ExpertPlacement
-from isozyme.moe.types import Dispatcher
 
 DispatcherName = Literal["auto", "local", "allgather", "alltoall"]
 
 
-def choose_dispatcher(name: DispatcherName, placement: ExpertPlacement) -> tuple[Dispatcher, str]:
+def choose_dispatcher(name: DispatcherName, placement: ExpertPlacement) -> tuple[ArrivalDispatcher, str]:
     """The dispatcher of that name, and why that one.
 
     `auto` takes the local one where one rank holds all experts, else the all-to-all.

@@ -6,6 +6,8 @@ tests: it is the plain twin of the all-to-all dispatcher.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -13,51 +15,100 @@ from torch import Tensor
 from isozyme.moe.grouping import ArrivalDispatcher
 from isozyme.moe.placement import ExpertPlacement
 from isozyme.moe.types import Arrival, Routing
-from isozyme.parallel.collectives import gather_from_group, reduce_scatter_to_group
+from isozyme.parallel.collectives import (
+    InFlight,
+    finish,
+    gather_from_group_start,
+    reduce_scatter_to_group_start,
+)
+from isozyme.parallel.communicator import Pending
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Gathering:
+    """Tokens and routing on their way: what `send_finish` needs."""
+
+    ids: Pending
+    """Expert ids; -1 for a slot that is not kept."""
+    probs: InFlight
+    rows: InFlight
+    sizes: tuple[int, ...]
+    num_experts: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Adding:
+    """Results on their way back: what `bring_back_finish` needs."""
+
+    total: InFlight
+    dtype: torch.dtype
 
 
 class AllGatherDispatcher(ArrivalDispatcher):
     """Gathers tokens and routing, and returns results by reduce-scatter.
 
-    Ranks may hold any number of tokens, also none. Waits for the host once, for the number of tokens of each
-    rank (grouping waits once more, for the counts). Bytes received per rank: the tokens of all others, in
-    both directions; partial results are added up over ranks in at least fp32.
+    Bytes received per rank: the tokens of all others, in both directions. Partial results are added up over
+    ranks in at least fp32, which doubles the bytes of bf16; for two ranks in their own type, where one sum is
+    rounded once either way.
+
+    Args:
+        placement: which rank holds which expert.
+        equal_tokens: whether all ranks always hold equally many tokens, as those of a decoder do: then
+            nothing waits for the host (but grouping, for the counts). Otherwise they may hold any number,
+            also none, and tell each other how many.
     """
 
-    def __init__(self, placement: ExpertPlacement) -> None:
+    def __init__(self, placement: ExpertPlacement, *, equal_tokens: bool = False) -> None:
         self.placement = placement
+        self.equal_tokens = equal_tokens
 
-    def send(self, tokens: Float[Tensor, "T H"], routing: Routing) -> Arrival:
-        """Gather the group's tokens; of their slots, those of this rank's experts are kept."""
+    def send_start(self, tokens: Float[Tensor, "T H"], routing: Routing) -> _Gathering:
+        """Start to gather the group's tokens and their routing, in rank order."""
         group = self.placement.communicator
-        number = torch.tensor([tokens.shape[0]], device=tokens.device)
-        sizes = tuple(int(size) for size in group.all_gather(number).tolist())
-        mine = self.placement.only_local(self._gather_routing(routing, sizes))
+        sizes = self._sizes(tokens)
+        marked: Int[Tensor, "T K"] = torch.where(routing.kept, routing.topk_ids, -1)
+        return _Gathering(
+            ids=group.all_gather_async(marked, sizes),  # and `kept`, as one tensor
+            probs=gather_from_group_start(routing.topk_probs, group, sizes),
+            rows=gather_from_group_start(tokens, group, sizes),
+            sizes=sizes,
+            num_experts=routing.num_experts,
+        )
+
+    def send_finish(self, in_flight: _Gathering) -> Arrival:
+        """Wait for the tokens; of their slots, those of this rank's experts are kept."""
+        ids = in_flight.ids.wait()
+        everything = Routing(
+            topk_ids=ids.clamp(min=0),
+            topk_probs=finish(in_flight.probs),
+            kept=ids >= 0,
+            num_experts=in_flight.num_experts,
+        )
+        mine = self.placement.only_local(everything)
         return Arrival(
-            rows=gather_from_group(tokens, group, sizes),
+            rows=finish(in_flight.rows),
             expert_ids=mine.topk_ids,
             kept=mine.kept,
             probs=mine.topk_probs,
             num_experts=mine.num_experts,
-            handle=sizes,
+            handle=in_flight.sizes,
         )
 
-    def bring_back(self, results: Float[Tensor, "N H"], arrival: Arrival) -> Float[Tensor, "T H"]:
-        """Add up the results of every token over the ranks; keep this rank's tokens."""
-        wide = torch.promote_types(results.dtype, torch.float32)
-        total = reduce_scatter_to_group(results.to(wide), self.placement.communicator, arrival.handle)
-        return total.to(results.dtype)
-
-    def _gather_routing(self, routing: Routing, sizes: tuple[int, ...]) -> Routing:
-        """The routing of all tokens of the group, in rank order; ids and `kept` travel as one tensor."""
+    def bring_back_start(self, results: Float[Tensor, "N H"], arrival: Arrival) -> _Adding:
+        """Start to add up the results of every token over the ranks."""
         group = self.placement.communicator
-        marked: Int[Tensor, "T K"] = torch.where(
-            routing.kept, routing.topk_ids, torch.full_like(routing.topk_ids, -1)
-        )
-        ids = group.all_gather(marked, sizes)
-        return Routing(
-            topk_ids=ids.clamp(min=0),
-            topk_probs=gather_from_group(routing.topk_probs, group, sizes),
-            kept=ids >= 0,
-            num_experts=routing.num_experts,
-        )
+        wide = torch.promote_types(results.dtype, torch.float32) if group.size > 2 else results.dtype
+        total = reduce_scatter_to_group_start(results.to(wide), group, arrival.handle)
+        return _Adding(total=total, dtype=results.dtype)
+
+    def bring_back_finish(self, in_flight: _Adding) -> Float[Tensor, "T H"]:
+        """Wait for the sums of this rank's tokens."""
+        return finish(in_flight.total).to(in_flight.dtype)
+
+    def _sizes(self, tokens: Tensor) -> tuple[int, ...]:
+        """How many tokens each rank holds."""
+        group = self.placement.communicator
+        if self.equal_tokens:
+            return (tokens.shape[0],) * group.size
+        number = torch.tensor([tokens.shape[0]], device=tokens.device)
+        return tuple(int(size) for size in group.all_gather(number).tolist())

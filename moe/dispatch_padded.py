@@ -9,28 +9,40 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from einops import rearrange
+from einops import rearrange, repeat
 from jaxtyping import Float
 from torch import Tensor
 
 from isozyme.core.errors import UsageError
+from isozyme.moe.grouping import ArrivalDispatcher
 from isozyme.moe.permute import RowMap, reorder, restore
 from isozyme.moe.placement import ExpertPlacement
-from isozyme.moe.types import Dispatched, Routing
-from isozyme.parallel.collectives import all_to_all
+from isozyme.moe.types import Arrival, Routing
+from isozyme.parallel.collectives import InFlight, all_to_all_start, finish
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Handle:
+class _Sending:
+    """Buffers on their way there: what `send_finish` needs."""
+
+    rows: InFlight
+    probs: InFlight
     by_token: RowMap
 
 
-class PaddedAllToAllDispatcher:
+@dataclass(frozen=True, kw_only=True)
+class _Returning:
+    """Buffers on their way back: what `bring_back_finish` needs."""
+
+    rows: InFlight
+    by_token: RowMap
+
+
+class PaddedAllToAllDispatcher(ArrivalDispatcher):
     """Sends exactly `capacity` rows to each expert, real ones first, and as many back.
 
-    The result equals that of the ragged exchange. Filler counts as rows: `tokens_per_expert` is
-    ranks * capacity for every expert and describes the layout of `rows`; how many slots were routed and
-    dropped is in `RouterStats`.
+    The result equals that of the ragged exchange. Filler counts as rows: every expert has ranks * capacity;
+    how many slots were routed and dropped is in `RouterStats`.
 
     Args:
         placement: which rank holds which expert.
@@ -42,8 +54,8 @@ class PaddedAllToAllDispatcher:
         self.placement = placement
         self.capacity = capacity
 
-    def dispatch(self, tokens: Float[Tensor, "T H"], routing: Routing) -> Dispatched:
-        """Send every kept slot's row, filled up to the capacity.
+    def send_start(self, tokens: Float[Tensor, "T H"], routing: Routing) -> _Sending:
+        """Start to send every kept slot's row, filled up to the capacity.
 
         Raises:
             UsageError: if an expert keeps more slots than the capacity (on CUDA a device-side assertion,
@@ -51,36 +63,39 @@ class PaddedAllToAllDispatcher:
         """
         spread = self.placement.by_rank(routing)
         by_token, by_slot = self._buffer_maps(spread)
-        rows = self._exchange(reorder(tokens, by_token))
-        probs = self._exchange(reorder(spread.topk_probs.flatten(), by_slot))
-        group, experts = self.placement.communicator, self.placement.num_local_experts
-        counts = (group.size * self.capacity,) * experts
-        return Dispatched(
-            rows=rearrange(rows, "(r e c) h -> (e r c) h", r=group.size, e=experts, c=self.capacity),
-            probs=rearrange(probs, "(r e c) -> (e r c)", r=group.size, e=experts, c=self.capacity),
-            tokens_per_expert=torch.full((experts,), counts[0], device=tokens.device),
-            num_rows=sum(counts),
-            host_counts=counts,
-            handle=_Handle(by_token=by_token),
+        return _Sending(
+            rows=self._exchange(reorder(tokens, by_token)),
+            probs=self._exchange(reorder(spread.topk_probs.flatten(), by_slot)),
+            by_token=by_token,
         )
 
-    def combine(self, rows: Float[Tensor, "R H"], dispatched: Dispatched) -> Float[Tensor, "T H"]:
-        """Send the buffers back, and add up each token's rows; what experts made of filler is not read."""
-        handle: _Handle = dispatched.handle
-        experts = self.placement.num_local_experts
-        by_rank = rearrange(
-            rows[: dispatched.num_rows],
-            "(e r c) h -> (r e c) h",
-            r=self.placement.communicator.size,
-            e=experts,
-            c=self.capacity,
+    def send_finish(self, in_flight: _Sending) -> Arrival:
+        """Wait for the buffers: rank-major, and each rank's by expert, then place."""
+        rows, ranks = finish(in_flight.rows), self.placement.communicator.size
+        experts = torch.arange(self.placement.num_local_experts, device=rows.device)
+        ids = repeat(experts, "e -> (r e c) 1", r=ranks, c=self.capacity)
+        return Arrival(
+            rows=rows,
+            expert_ids=ids,
+            kept=torch.ones_like(ids, dtype=torch.bool),
+            probs=rearrange(finish(in_flight.probs), "n -> n 1"),
+            num_experts=len(experts),
+            host_counts=(ranks * self.capacity,) * len(experts),
+            handle=in_flight.by_token,
         )
-        return restore(self._exchange(by_rank), handle.by_token)
 
-    def _exchange(self, x: Tensor) -> Tensor:
+    def bring_back_start(self, results: Float[Tensor, "N H"], arrival: Arrival) -> _Returning:
+        """Start to send the buffers back."""
+        return _Returning(rows=self._exchange(results), by_token=arrival.handle)
+
+    def bring_back_finish(self, in_flight: _Returning) -> Float[Tensor, "T H"]:
+        """Wait for the buffers, and add up each token's rows; what experts made of filler is not read."""
+        return restore(finish(in_flight.rows), in_flight.by_token)
+
+    def _exchange(self, x: Tensor) -> InFlight:
         group = self.placement.communicator
         share = (self.placement.num_local_experts * self.capacity,) * group.size
-        return all_to_all(x, group, output_splits=share, input_splits=share)
+        return all_to_all_start(x, group, output_splits=share, input_splits=share)
 
     def _buffer_maps(self, routing: Routing) -> tuple[RowMap, RowMap]:
         """From tokens, and from flat slots, to buffer rows `(rank, expert, place)`, without the host."""

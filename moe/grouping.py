@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
 
-from isozyme.moe.permute import SlotMap, permute, permute_probs, sort_slots, unpermute
+from isozyme.moe.permute import SlotMap, permute_both, sort_slots, unpermute
 from isozyme.moe.types import Arrival, Dispatched, Routing
 
 
@@ -34,9 +35,10 @@ def group_rows(arrival: Arrival) -> Dispatched:
         num_experts=arrival.num_experts,
     )
     slots = sort_slots(local, sum(counts))
+    rows, probs = permute_both(arrival.rows, arrival.probs, slots)
     return Dispatched(
-        rows=permute(arrival.rows, slots),
-        probs=permute_probs(arrival.probs, slots),
+        rows=rows,
+        probs=probs,
         tokens_per_expert=slots.counts,
         num_rows=slots.num_rows,
         host_counts=counts,
@@ -51,15 +53,36 @@ def ungroup_rows(rows: Float[Tensor, "R H"], dispatched: Dispatched) -> Float[Te
 
 
 class ArrivalDispatcher(ABC):
-    """A dispatcher that can stop at what arrived: `dispatch` is `send` and group, `combine` the inverse."""
+    """A dispatcher that can stop at what arrived: `dispatch` is `send` and group, `combine` the inverse.
+
+    `send` and `bring_back` come in two halves each. What is computed between a start and its finish overlaps
+    with the exchange, and in backward again: there finish starts the conjugate exchange and start waits for
+    it, and autograd runs what was computed later first. All ranks of the group call all four together.
+    """
 
     @abstractmethod
+    def send_start(self, tokens: Float[Tensor, "T H"], routing: Routing) -> Any:
+        """Start to send every kept slot's row to the rank of its expert; `send_finish` takes the result."""
+
+    @abstractmethod
+    def send_finish(self, in_flight: Any) -> Arrival:
+        """Wait for the rows."""
+
+    @abstractmethod
+    def bring_back_start(self, results: Float[Tensor, "N H"], arrival: Arrival) -> Any:
+        """Start to return one result for each arrived row; `bring_back_finish` takes the result."""
+
+    @abstractmethod
+    def bring_back_finish(self, in_flight: Any) -> Float[Tensor, "T H"]:
+        """Wait for the results, and add them up by token; zeros for a token without kept slots."""
+
     def send(self, tokens: Float[Tensor, "T H"], routing: Routing) -> Arrival:
-        """Send every kept slot's row to the rank of its expert. All ranks of the group call it together."""
+        """Send every kept slot's row to the rank of its expert (with ETP, to all ranks that share it)."""
+        return self.send_finish(self.send_start(tokens, routing))
 
-    @abstractmethod
     def bring_back(self, results: Float[Tensor, "N H"], arrival: Arrival) -> Float[Tensor, "T H"]:
         """Return one result for each arrived row, and add them up by token."""
+        return self.bring_back_finish(self.bring_back_start(results, arrival))
 
     def dispatch(self, tokens: Float[Tensor, "T H"], routing: Routing) -> Dispatched:
         """Send every kept slot's row, and group what arrives by expert."""

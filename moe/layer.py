@@ -19,7 +19,7 @@ from isozyme.moe.grouping import ArrivalDispatcher
 from isozyme.moe.placement import ExpertPlacement
 from isozyme.moe.router import Router
 from isozyme.moe.shared_expert import SharedExpert
-from isozyme.moe.types import Dispatcher, MoEOutput, RouterStats, Routing
+from isozyme.moe.types import MoEOutput, RouterStats, Routing
 from isozyme.parallel.process_groups import ProcessGroups
 
 
@@ -150,12 +150,8 @@ class MoELayer(nn.Module):
         if capacity is not None:
             routing, stats = self._cut(routing, stats, windows, capacity, positions)
         dispatcher = self._dispatcher(windows, capacity)
-        if isinstance(dispatcher, ArrivalDispatcher):
-            arrival = dispatcher.send(flat, routing)
-            result = dispatcher.bring_back(self.experts.on_arrival(arrival), arrival)
-        else:
-            dispatched = dispatcher.dispatch(flat, routing)
-            result = dispatcher.combine(self.experts(dispatched), dispatched)
+        arrival = dispatcher.send(flat, routing)
+        result = dispatcher.bring_back(self.experts.on_arrival(arrival), arrival)
         if self.shared_expert is not None:
             real = torch.where(rearrange(token_valid, "b s -> (b s) 1"), flat, torch.zeros_like(flat))
             result = result + self.shared_expert(real)
@@ -196,7 +192,7 @@ class MoELayer(nn.Module):
         )
         return within.routing, replace(stats, dropped=stats.dropped + within.dropped)
 
-    def _dispatcher(self, windows: int, capacity: int | None) -> Dispatcher:
+    def _dispatcher(self, windows: int, capacity: int | None) -> ArrivalDispatcher:
         if not self.config.pad_to_capacity:
             return self.dispatcher
         assert capacity is not None  # a rule of MoEConfig

@@ -21,8 +21,17 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from isozyme.moe.kernels import direct
 from isozyme.moe.kernels.row_map import row_map
-from isozyme.moe.kernels.rows import gather_rows, scatter_rows
+from isozyme.moe.kernels.rows import (
+    gather_rows,
+    gather_rows_and_probs_op,
+    run_gather_rows_and_probs,
+    run_scatter_rows_and_probs,
+    scatter_rows,
+    scatter_rows_and_probs,
+    scatter_rows_and_probs_op,
+)
 from isozyme.moe.types import Routing
 
 
@@ -52,7 +61,7 @@ class SlotMap:
     counts: Int[Tensor, "E"]
     """Rows of each expert, int64."""
     num_rows: int
-    """N, the kept slots."""
+    """N, the kept slots (or more, if nobody knows it yet: then the rows behind them are unspecified)."""
 
     @cached_property
     def row_slot(self) -> Int[Tensor, "N"]:
@@ -144,7 +153,8 @@ def sort_slots(routing: Routing, num_rows: int | None = None) -> SlotMap:
 
     Args:
         routing: this rank's routing. Slots that are not kept sort behind all others, so that they shift none.
-        num_rows: the number of kept slots, if the caller has it on the host; else it is fetched (one wait).
+        num_rows: the number of kept slots, or an upper bound, if the caller has one on the host; else it is
+            fetched (one wait).
     """
     if routing.topk_ids.is_cuda:
         slot_row, counts, _ = row_map(routing.topk_ids, routing.kept, routing.num_experts, 1)
@@ -157,6 +167,7 @@ def sort_slots(routing: Routing, num_rows: int | None = None) -> SlotMap:
     row_slot = torch.sort(key, stable=True).indices[:total]
     slot_row = torch.full_like(ids, -1, dtype=torch.int64)
     slot_row[row_slot] = torch.arange(total, device=ids.device)
+    slot_row = torch.where(kept, slot_row, -1)
     return SlotMap(slot_row=slot_row.view_as(routing.topk_ids), counts=counts, num_rows=total)
 
 
@@ -171,6 +182,63 @@ def permute(tokens: Float[Tensor, "T H"], slots: SlotMap) -> Float[Tensor, "N H"
 def permute_probs(probs: Float[Tensor, "T K"], slots: SlotMap) -> Float[Tensor, "N"]:
     """The combine weight of each row. A slot that is not kept has gradient zero."""
     return reorder(probs.flatten(), slots.by_slot)
+
+
+def permute_both(
+    tokens: Float[Tensor, "T H"], probs: Float[Tensor, "T K"], slots: SlotMap
+) -> tuple[Float[Tensor, "N H"], Float[Tensor, "N"]]:
+    """`permute` and `permute_probs`, on CUDA in one pass."""
+    if tokens.is_cuda:
+        both: tuple[Tensor, Tensor] = scatter_rows_and_probs(tokens, probs, slots.slot_row, slots.num_rows)
+        return both
+    return permute(tokens, slots), permute_probs(probs, slots)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsAhead:
+    """Permuted rows and weights, made before their number was known: as many as there are slots."""
+
+    rows: Float[Tensor, "S H"]
+    probs: Float[Tensor, "S"]
+
+
+@torch.no_grad()
+def permute_ahead(
+    tokens: Float[Tensor, "T H"], probs: Float[Tensor, "T K"], slots: SlotMap
+) -> RowsAhead:
+    """Queue `permute_both` while the host does not know the number of rows; `first_rows` takes it from there.
+
+    `slots.num_rows` is an upper bound.
+    """
+    move = direct(scatter_rows_and_probs_op, run_scatter_rows_and_probs)
+    rows, by_row = move(tokens, probs, slots.slot_row, slots.num_rows)
+    return RowsAhead(rows=rows, probs=by_row)
+
+
+def first_rows(
+    ahead: RowsAhead, tokens: Float[Tensor, "T H"], probs: Float[Tensor, "T K"], slots: SlotMap
+) -> tuple[Float[Tensor, "N H"], Float[Tensor, "N"]]:
+    """`permute_both` of the same tokens, of which the values exist already; now `slots.num_rows` is exact."""
+    both: tuple[Tensor, Tensor] = _FirstRows.apply(tokens, probs, slots.slot_row, ahead, slots.num_rows)  # type: ignore[no-untyped-call]
+    return both
+
+
+class _FirstRows(torch.autograd.Function):
+    """Connects rows that were made ahead to the graph. No gradient of the rows behind is ever made."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, _tokens: Tensor, _probs: Tensor, slot_row: Tensor, ahead: RowsAhead, num_rows: int
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(slot_row)
+        return ahead.rows[:num_rows], ahead.probs[:num_rows]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (slot_row,) = ctx.saved_tensors
+        move = direct(gather_rows_and_probs_op, run_gather_rows_and_probs)
+        d_tokens, d_probs = move(grads[0].contiguous(), grads[1].contiguous(), slot_row)
+        return d_tokens, d_probs, None, None, None
 
 
 def unpermute(rows: Float[Tensor, "N H"], slots: SlotMap) -> Float[Tensor, "T H"]:

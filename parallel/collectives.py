@@ -18,7 +18,7 @@ all ranks contribute, where what is computed from replicated tensors alone count
 `reduce_scatter` are g and g-bar of sequence parallelism, Korthikanti et al., "Reducing Activation
 Recomputation in Large Transformer Models" (arXiv:2205.05198); the all-to-all that sends tokens to their
 experts and back is that of Lepikhin et al., "GShard" (arXiv:2006.16668).
-All but the overlapped all-to-all can be differentiated twice.
+All but those in two halves (`…_start`, `finish`) can be differentiated twice.
 
 A backward collective needs every rank, also one without rows. So the functions do not ask whether this rank's
 tensor happens to require a gradient: with `differentiable=True` (and gradients enabled) the result always
@@ -28,7 +28,7 @@ rows is enough).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,7 +163,7 @@ def all_to_all(
 
 @dataclass(eq=False)
 class InFlight:
-    """An all-to-all that has been started; hand it to `all_to_all_finish`."""
+    """A collective that has been started; hand it to `finish`."""
 
     token: Tensor
     """A scalar that ties the two halves together in the graph; its value means nothing."""
@@ -178,19 +178,49 @@ def all_to_all_start(
     *,
     differentiable: bool = True,
 ) -> InFlight:
-    """Start `all_to_all`; what is computed before `all_to_all_finish` overlaps with it.
+    """Start `all_to_all`; what is computed before `finish` overlaps with it.
 
     In backward the two halves change roles: the backward of finish starts the inverse all-to-all and that of
     start waits for it, so what was computed between them overlaps there too. It can be differentiated once.
     `x` must not change before the finish.
     """
     out, into = _splits(x, comm, output_splits, input_splits)
-    state = _Halves(comm, out, into)
-    return InFlight(_apply(_Start, _marked(x, differentiable), state), state)
+    return _started(
+        x,
+        differentiable,
+        forth=lambda rows: comm.all_to_all_async(rows, out, into),
+        back=lambda grad: comm.all_to_all_async(grad, into, out),
+    )
 
 
-def all_to_all_finish(in_flight: InFlight) -> Tensor:
-    """Wait for the rows of `all_to_all_start`."""
+def gather_from_group_start(
+    x: Shaped[Tensor, "N *row"], comm: Communicator, sizes: Sizes = None, *, differentiable: bool = True
+) -> InFlight:
+    """Start `gather_from_group`; otherwise as `all_to_all_start`."""
+    counts = _sizes(sizes, x.shape[0], comm)
+    return _started(
+        x,
+        differentiable,
+        forth=lambda rows: comm.all_gather_async(rows, counts),
+        back=lambda grad: comm.reduce_scatter_async(grad, counts),
+    )
+
+
+def reduce_scatter_to_group_start(
+    x: Shaped[Tensor, "N *row"], comm: Communicator, sizes: Sizes = None, *, differentiable: bool = True
+) -> InFlight:
+    """Start `reduce_scatter_to_group`; otherwise as `all_to_all_start`."""
+    counts = _shares(sizes, x, comm, "reduce_scatter_to_group")
+    return _started(
+        x,
+        differentiable,
+        forth=lambda rows: comm.reduce_scatter_async(rows, counts),
+        back=lambda grad: comm.all_gather_async(grad, counts),
+    )
+
+
+def finish(in_flight: InFlight) -> Tensor:
+    """Wait for the rows of a collective that has been started."""
     return _apply(_Finish, in_flight.token, in_flight.state)
 
 
@@ -277,9 +307,10 @@ class _AllToAll(Function):
 class _Halves:
     """What start and finish share, in forward and in backward."""
 
-    comm: Communicator
-    out: tuple[int, ...]
-    into: tuple[int, ...]
+    forth: Callable[[Tensor], Pending]
+    """Starts the collective …"""
+    back: Callable[[Tensor], Pending]
+    """… and its conjugate."""
     forward: Pending | None = None
     backward: Pending | None = None
 
@@ -288,7 +319,7 @@ class _Start(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, state: _Halves) -> Tensor:
         ctx.state = state
-        state.forward = state.comm.all_to_all_async(x, state.out, state.into)
+        state.forward = state.forth(x)
         return x.new_zeros(())
 
     @staticmethod
@@ -304,16 +335,26 @@ class _Finish(Function):
         ctx.state = state
         pending, state.forward = state.forward, None
         if pending is None:
-            raise RuntimeError("an all-to-all is finished once: this one has been finished already.")
+            raise RuntimeError("a collective is finished once: this one has been finished already.")
         result: Tensor = pending.wait()
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        state = ctx.state
-        state.backward = state.comm.all_to_all_async(grad, state.into, state.out)
+        ctx.state.backward = ctx.state.back(grad)
         return grad.new_zeros(()), None
+
+
+def _started(
+    x: Tensor,
+    differentiable: bool,
+    *,
+    forth: Callable[[Tensor], Pending],
+    back: Callable[[Tensor], Pending],
+) -> InFlight:
+    state = _Halves(forth, back)
+    return InFlight(_apply(_Start, _marked(x, differentiable), state), state)
 
 
 def _apply(function: type[Function], *args: Any) -> Tensor:

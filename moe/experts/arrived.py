@@ -3,24 +3,10 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from isozyme.moe.types import Arrival
-
-
-def weights_by_row(
-    probs: Float[Tensor, "N K"], slot_row: Int[Tensor, "N K"], num_rows: int
-) -> Float[Tensor, "R"]:
-    """The combine weight of each row of the expert-major buffer, with gradient; zero for padding."""
-    place = torch.where(slot_row < 0, num_rows, slot_row).flatten().long()
-    return probs.new_zeros(num_rows + 1).scatter(0, place, probs.flatten())[:-1]
-
-
-def weights_by_slot(by_row: Float[Tensor, "R"], slot_row: Int[Tensor, "N K"]) -> Float[Tensor, "N K"]:
-    """The inverse: the value of each slot's row; zero for a slot without one."""
-    picked = by_row[slot_row.clamp(min=0).long()]
-    return torch.where(slot_row < 0, torch.zeros_like(picked), picked)
 
 
 def no_rows(

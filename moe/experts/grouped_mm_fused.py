@@ -15,10 +15,19 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from isozyme.moe.experts.arrived import no_rows, weights_by_row, weights_by_slot
+from isozyme.moe.experts.arrived import no_rows
 from isozyme.moe.kernels import direct
 from isozyme.moe.kernels.row_map import MAX_EXPERTS, row_map, run_row_map
-from isozyme.moe.kernels.rows import gather_rows, run_gather_rows, run_scatter_rows, scatter_rows
+from isozyme.moe.kernels.rows import (
+    gather_rows,
+    gather_rows_and_probs_op,
+    run_gather_rows,
+    run_gather_rows_and_probs,
+    run_scatter_rows,
+    run_scatter_rows_and_probs,
+    scatter_rows,
+    scatter_rows_and_probs_op,
+)
 from isozyme.moe.kernels.swiglu import (
     run_swiglu_prob,
     run_swiglu_prob_backward,
@@ -36,9 +45,9 @@ class _FusedExperts(torch.autograd.Function):
         ctx: Any, x: Tensor, probs: Tensor, gate_up: Tensor, down: Tensor, slot_row: Tensor, ends: Tensor
     ) -> Tensor:
         num_rows = slot_row.numel()
-        rows = direct(scatter_rows, run_scatter_rows)(x, slot_row, num_rows)
+        scatter = direct(scatter_rows_and_probs_op, run_scatter_rows_and_probs)
+        rows, weights = scatter(x, probs, slot_row, num_rows)
         hidden = F.grouped_mm(rows, gate_up.mT, offs=ends)
-        weights = weights_by_row(probs, slot_row, num_rows)
         middle = direct(swiglu_prob, run_swiglu_prob)(hidden, weights)
         result = F.grouped_mm(middle, down.mT, offs=ends)
         ctx.save_for_backward(x, hidden, weights, gate_up, down, slot_row, ends)
@@ -60,8 +69,9 @@ class _FusedExperts(torch.autograd.Function):
         d_gate_up = F.grouped_mm(d_hidden.mT, rows, offs=ends)
         del rows
         d_rows = F.grouped_mm(d_hidden, gate_up, offs=ends)
-        d_x = direct(gather_rows, run_gather_rows)(d_rows, slot_row)
-        return d_x, weights_by_slot(d_weights, slot_row), d_gate_up, d_down, None, None
+        gather = direct(gather_rows_and_probs_op, run_gather_rows_and_probs)
+        d_x, d_probs = gather(d_rows, d_weights, slot_row)
+        return d_x, d_probs, d_gate_up, d_down, None, None
 
 
 def grouped_mm_fused_experts(

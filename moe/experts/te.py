@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from isozyme.core import transformer_engine
 from isozyme.core.config import Precision
 from isozyme.core.precision import TRAITS, precision_problems
-from isozyme.moe.experts.arrived import no_rows, weights_by_row
+from isozyme.moe.experts.arrived import no_rows
 from isozyme.moe.experts.storage import ExpertWeights
 from isozyme.moe.experts.te_main_grad import claim_in_backward
 from isozyme.moe.kernels.row_map import row_map
-from isozyme.moe.kernels.rows import gather_rows, scatter_rows
+from isozyme.moe.kernels.rows import gather_rows, scatter_rows_and_probs
 from isozyme.moe.kernels.swiglu import swiglu_prob
 from isozyme.moe.types import Arrival
 
@@ -95,8 +95,9 @@ class TEExperts:
         if sum(splits) == 0:
             return no_rows(arrival, gate_up, down)
         slot_row, counts, ends = row_map(arrival.expert_ids, arrival.kept, len(splits), unit)
-        rows = scatter_rows(arrival.rows, slot_row, sum(splits), counts, ends)
-        weights = weights_by_row(arrival.probs, slot_row, sum(splits))
+        rows, weights = scatter_rows_and_probs(
+            arrival.rows, arrival.probs, slot_row, sum(splits), counts, ends
+        )
         with self._autocast():
             hidden = self._gate_up(rows, splits, tuple(self._weights.gate_up))
             middle = swiglu_prob(hidden, weights)

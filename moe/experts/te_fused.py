@@ -19,11 +19,11 @@ from isozyme.core import transformer_engine
 from isozyme.core.config import Precision
 from isozyme.core.errors import BackendError
 from isozyme.core.precision import TRAITS
-from isozyme.moe.experts.arrived import no_rows, weights_by_row
+from isozyme.moe.experts.arrived import no_rows
 from isozyme.moe.experts.fused_mlp_conditions import INTERLEAVE, ROW_ALIGNMENT, fused_class
 from isozyme.moe.experts.storage import ExpertWeights
 from isozyme.moe.kernels.row_map import row_map
-from isozyme.moe.kernels.rows import gather_rows, scatter_rows
+from isozyme.moe.kernels.rows import gather_rows, scatter_rows_and_probs
 from isozyme.moe.types import Arrival
 
 
@@ -85,10 +85,9 @@ class TEFusedExperts:
         if total == 0:
             return no_rows(arrival, gate_up, down)
         slot_row, counts, ends = row_map(arrival.expert_ids, arrival.kept, gate_up.shape[0], unit)
-        rows = scatter_rows(arrival.rows, slot_row, total, counts, ends)
-        probs = weights_by_row(arrival.probs, slot_row, total).float()
+        rows, weights = scatter_rows_and_probs(arrival.rows, arrival.probs, slot_row, total, counts, ends)
         splits = torch.diff(ends, prepend=ends.new_zeros(1)).long()
-        result: Tensor = _Nested.apply(rows, probs, gate_up, down, self, splits)  # type: ignore[no-untyped-call]
+        result: Tensor = _Nested.apply(rows, weights.float(), gate_up, down, self, splits)  # type: ignore[no-untyped-call]
         return gather_rows(result, slot_row, counts, ends)
 
     def ran_fused(self) -> bool:

@@ -139,10 +139,10 @@ def test_work_between_start_and_finish_changes_nothing() -> None:
     of = EXTREMES["expert data parallel"]
 
     class Overlapped(AllToAllDispatcher):
-        def dispatch(self, tokens, routing):  # type: ignore[no-untyped-def]
-            started = self.dispatch_start(tokens, routing)
+        def send(self, tokens, routing):  # type: ignore[no-untyped-def]
+            started = self.send_start(tokens, routing)
             _ = tokens @ tokens.T
-            return self.dispatch_finish(started)
+            return self.send_finish(started)
 
     run(of, "", lambda _, placement, __: Overlapped(placement)).assert_close(reference(of))
 

@@ -104,8 +104,8 @@ ALL_TO_ALL: tuple[Mutant, ...] = (
         row=11,
         says="the backward exchange uses the splits of the forward one",
         file="parallel/collectives.py",
-        old="state.backward = state.comm.all_to_all_async(grad, state.into, state.out)",
-        new="state.backward = state.comm.all_to_all_async(grad, state.out, state.into)",
+        old="back=lambda grad: comm.all_to_all_async(grad, into, out),",
+        new="back=lambda grad: comm.all_to_all_async(grad, out, into),",
         subject="alltoall",
     ),
     Mutant(

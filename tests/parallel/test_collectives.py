@@ -109,7 +109,7 @@ def test_all_to_all_in_two_halves_equals_all_to_all(counts: list[list[int]]) -> 
         first = C.all_to_all_start(x, comm, received, counts[comm.rank])
         second = C.all_to_all_start(x * 2, comm, received, counts[comm.rank])
         between = (x * x).sum()
-        return C.all_to_all_finish(second) + C.all_to_all_finish(first) + 0 * between
+        return C.finish(second) + C.finish(first) + 0 * between
 
     def expected(xs: list[Tensor]) -> list[Tensor]:
         return [3 * y for y in exchanged(xs, counts)]
@@ -128,7 +128,7 @@ def test_the_inverse_all_to_all_starts_before_what_was_computed_between_the_halv
         moving = C.all_to_all_start(y, comm)
         middle = x * 3
         middle.register_hook(lambda grad: order.append("middle"))
-        arrived = C.all_to_all_finish(moving)
+        arrived = C.finish(moving)
         arrived.register_hook(lambda grad: order.append("leaves"))
         (arrived * middle).sum().backward()
         return order
@@ -212,7 +212,7 @@ ALL: dict[str, Callable[[Tensor, Communicator], Tensor]] = {
     "split": lambda x, comm: C.split_to_group(x, comm),
     "gather_replicated": lambda x, comm: C.gather_replicated_from_group(x, comm),
     "all_to_all": lambda x, comm: C.all_to_all(x, comm),
-    "two_halves": lambda x, comm: C.all_to_all_finish(C.all_to_all_start(x, comm)),
+    "two_halves": lambda x, comm: C.finish(C.all_to_all_start(x, comm)),
 }
 
 
@@ -343,6 +343,6 @@ def test_rows_that_do_not_divide_are_refused(name: str) -> None:
 
 def test_an_all_to_all_is_finished_once() -> None:
     moving = C.all_to_all_start(torch.ones(2, 3), SingleCommunicator())
-    C.all_to_all_finish(moving)
+    C.finish(moving)
     with pytest.raises(RuntimeError, match="finished already"):
-        C.all_to_all_finish(moving)
+        C.finish(moving)

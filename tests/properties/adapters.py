@@ -14,6 +14,7 @@ from isozyme.moe.capacity import DropPolicy, apply_capacity
 from isozyme.moe.dispatch_alltoall import AllToAllDispatcher
 from isozyme.moe.dispatch_padded import PaddedAllToAllDispatcher
 from isozyme.moe.experts.experts import Experts
+from isozyme.moe.grouping import group_rows, ungroup_rows
 from isozyme.moe.layer import MoELayer
 from isozyme.moe.permute import permute, sort_slots, unpermute
 from isozyme.moe.reference import reference_moe
@@ -37,10 +38,11 @@ class InHalves:
         self._inner = AllToAllDispatcher(place.placement)
 
     def dispatch(self, tokens: Tensor, routing: Routing) -> Dispatched:
-        return self._inner.dispatch_finish(self._inner.dispatch_start(tokens, routing))
+        return group_rows(self._inner.send_finish(self._inner.send_start(tokens, routing)))
 
     def combine(self, rows: Tensor, dispatched: Dispatched) -> Tensor:
-        return self._inner.combine_finish(self._inner.combine_start(rows, dispatched))
+        started = self._inner.bring_back_start(ungroup_rows(rows, dispatched), dispatched.handle.arrival)
+        return self._inner.bring_back_finish(started)
 
 
 def permute_by_ids(tokens: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, Any, Any]:
