@@ -92,6 +92,12 @@ class MoEConfig:
     """Exchange fixed-size buffers of exactly the capacity, instead of ragged rows."""
     dispatcher: Literal["auto", "local", "allgather", "alltoall"] = "auto"
     experts: ExpertBackend = "auto"
+    overlap_shared: bool = True
+    """Compute the shared expert while rows are exchanged; else after that."""
+    delay_wgrad: bool = False
+    """In backward, compute the experts' weight gradients while the rows' gradients are exchanged."""
+    cache_quantized_weights: bool = False
+    """Keep the experts' quantised weights over the micro-batches of a step, or quantise each time."""
 
     def problems(self, where: str = "model.moe") -> list[str]:
         """Every broken rule in words."""

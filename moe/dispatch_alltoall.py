@@ -1,8 +1,8 @@
 """Dispatch by all-to-all: each rank sends exactly the rows that other ranks' experts need.
 
-sort (expert-major, so rank-major) → exchange counts, and permute meanwhile → exchange rows and weights → group
-what arrived by expert; combine undoes it step by step. Both come in two halves, so that other work can overlap
-with the exchange, forward and backward.
+sort (expert-major, so rank-major) → exchange counts, and permute meanwhile → exchange rows and weights →
+group what arrived by expert; combine undoes it step by step. Both come in two halves, so that other work can
+overlap with the exchange, forward and backward.
 """
 
 from __future__ import annotations

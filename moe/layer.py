@@ -92,6 +92,8 @@ class MoELayer(nn.Module):
             device=device,
             dtype=dtype,
             recompute=recompute_activation,
+            delay_wgrad=config.delay_wgrad,
+            cache_quantized=config.cache_quantized_weights,
         )
         self.shared_expert: SharedExpert | None = None
         if config.shared_ffn:
@@ -149,18 +151,41 @@ class MoELayer(nn.Module):
         capacity = self._capacity(length)
         if capacity is not None:
             routing, stats = self._cut(routing, stats, windows, capacity, positions)
-        dispatcher = self._dispatcher(windows, capacity)
-        arrival = dispatcher.send(flat, routing)
-        result = dispatcher.bring_back(self.experts.on_arrival(arrival), arrival)
-        if self.shared_expert is not None:
-            real = torch.where(rearrange(token_valid, "b s -> (b s) 1"), flat, torch.zeros_like(flat))
-            result = result + self.shared_expert(real)
+        result = self._exchange(self._dispatcher(windows, length, capacity), flat, routing, token_valid)
         return MoEOutput(
             tokens=rearrange(result, "(b s) h -> b s h", b=windows, s=length),
             stats=stats,
             routing=routing,
             choices=self.choices,
         )
+
+    def _exchange(
+        self,
+        dispatcher: ArrivalDispatcher,
+        flat: Float[Tensor, "T H"],
+        routing: Routing,
+        token_valid: Bool[Tensor, "B S"],
+    ) -> Float[Tensor, "T H"]:
+        """Tokens to their experts and back, and the shared expert.
+
+        What stands between a start and its finish runs while rows are under way; and in backward, where
+        autograd runs what was computed later first, again: the weights' gradients that `stacks` delays,
+        and the halves of the shared expert.
+        """
+        shared, early = self.shared_expert, self.config.overlap_shared
+        real = flat
+        if shared is not None:
+            real = torch.where(rearrange(token_valid, "b s -> (b s) 1"), flat, torch.zeros_like(flat))
+        sending = dispatcher.send_start(flat, routing)
+        stacks = self.experts.stacks()
+        wide = shared.first_half(real) if shared is not None and early else None
+        arrival = dispatcher.send_finish(sending)
+        returning = dispatcher.bring_back_start(self.experts.on_arrival(arrival, stacks), arrival)
+        beside = shared.second_half(wide, flat.dtype) if shared is not None and wide is not None else None
+        result = dispatcher.bring_back_finish(returning)
+        if shared is not None:
+            result = result + (shared(real) if beside is None else beside)
+        return result
 
     def _capacity(self, length: int) -> int | None:
         """C for windows of which this rank holds `length` tokens; None if dropless."""
@@ -192,11 +217,12 @@ class MoELayer(nn.Module):
         )
         return within.routing, replace(stats, dropped=stats.dropped + within.dropped)
 
-    def _dispatcher(self, windows: int, capacity: int | None) -> ArrivalDispatcher:
+    def _dispatcher(self, windows: int, length: int, capacity: int | None) -> ArrivalDispatcher:
         if not self.config.pad_to_capacity:
             return self.dispatcher
         assert capacity is not None  # a rule of MoEConfig
-        return PaddedAllToAllDispatcher(self.placement, capacity * windows)
+        # Of one window this rank sends an expert no more than the capacity, nor more than its own tokens.
+        return PaddedAllToAllDispatcher(self.placement, min(capacity, length) * windows)
 
 
 def _check(config: MoEConfig, name: str) -> None:

@@ -203,9 +203,7 @@ class RowsAhead:
 
 
 @torch.no_grad()
-def permute_ahead(
-    tokens: Float[Tensor, "T H"], probs: Float[Tensor, "T K"], slots: SlotMap
-) -> RowsAhead:
+def permute_ahead(tokens: Float[Tensor, "T H"], probs: Float[Tensor, "T K"], slots: SlotMap) -> RowsAhead:
     """Queue `permute_both` while the host does not know the number of rows; `first_rows` takes it from there.
 
     `slots.num_rows` is an upper bound.

@@ -75,12 +75,20 @@ class SharedExpert(nn.Module):
 
     def forward(self, tokens: Float[Tensor, "T H"]) -> Float[Tensor, "T H"]:
         """The network's result for this rank's tokens; TP ranks hold equally many, and call it together."""
+        return self.second_half(self.first_half(tokens), tokens.dtype)
+
+    def first_half(self, tokens: Float[Tensor, "T H"]) -> Float[Tensor, "RT F2"]:
+        """Gate and up of all TP ranks' tokens: two thirds of the work. All TP ranks call it together."""
         weight = rearrange(self.gate_up, "two f h -> (two f) h")
         (wide,) = column_parallel_linear(tokens, (weight,), self.tp)
+        return wide
+
+    def second_half(self, wide: Float[Tensor, "RT F2"], dtype: torch.dtype) -> Float[Tensor, "T H"]:
+        """Activation, in `dtype`, and down for what `first_half` gave."""
         return through_swiglu(
             wide,
             None,
-            tokens.dtype,
+            dtype,
             lambda middle: row_parallel_linear(middle, self.down, self.tp),
             again=self.recompute,
         )

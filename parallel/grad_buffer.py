@@ -8,6 +8,7 @@ have no gradient at all. All ranks reduce the same buckets in the same order, wh
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -20,6 +21,17 @@ from isozyme.parallel.grad_packing import pack
 from isozyme.parallel.grad_reduce import finish_gather, finish_sum, start_gather, start_sum
 from isozyme.parallel.main_grad import MainGradUse, claim, fill, use_of
 from isozyme.parallel.process_groups import ProcessGroups
+
+
+@dataclass(eq=False)
+class OpenStep:
+    """The step that a buffer is in; every parameter has its buffer's as `open_step`."""
+
+    number: int | None = None
+    """Set by `zero()`, another one each time; None after `reduce()`, when parameters may change.
+
+    While it is the same number, parameters have not been updated: what was computed from them still holds.
+    """
 
 
 class GradientBuffer:
@@ -74,6 +86,7 @@ class GradientBuffer:
         )
         agree_on_buckets(self.buckets)
         self._reduced = False
+        self._step, self._steps = OpenStep(), 0
         self._ready: set[int] = set()
         self._passes_left: list[int] = []
         """For each unit the backward passes that are still to come; empty if nobody said how many."""
@@ -114,6 +127,7 @@ class GradientBuffer:
             parameter.main_grad_use = MainGradUse(stale=True)  # type: ignore[attr-defined]
         fill(p for p, known in zip(self._parameters, claimed, strict=True) if not known)
         self._reduced = False
+        self._step.number = self._steps = self._steps + 1
         self._ready.clear()
         self._passes_left.clear()
         self._pending.clear()
@@ -188,6 +202,7 @@ class GradientBuffer:
         for bucket, pending in zip(self.buckets, self._pending, strict=True):
             finish_sum(bucket, pending)
         self._reduced = True
+        self._step.number = None
 
     def counted(self) -> list[tuple[Tensor, int]]:
         """The reduced gradients of this rank as flat tensors, each with the number of ranks that hold it.
@@ -245,6 +260,7 @@ class GradientBuffer:
             del segment.parameter.main_grad  # type: ignore[attr-defined]
             del segment.parameter.grad_added_to_main_grad  # type: ignore[attr-defined]
             del segment.parameter.main_grad_use  # type: ignore[attr-defined]
+            del segment.parameter.open_step  # type: ignore[attr-defined]
         self._hooks.clear()
 
     def _adopt(self, segment: Segment, main_grad: Tensor, bucket: int) -> None:
@@ -256,6 +272,7 @@ class GradientBuffer:
         parameter.main_grad = main_grad  # type: ignore[attr-defined]
         parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
         parameter.main_grad_use = MainGradUse()  # type: ignore[attr-defined]
+        parameter.open_step = self._step  # type: ignore[attr-defined]
         parameter.grad = None
         hook = partial(self._move, segment.spec.name, main_grad, bucket)
         self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))

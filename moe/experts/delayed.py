@@ -16,7 +16,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-Later = Callable[[], Tensor]
+Later = Callable[[], Tensor | None]
+"""Computes a gradient; None if it has been added where it belongs already."""
 
 
 class DelayedGradients:
@@ -24,10 +25,11 @@ class DelayedGradients:
 
     def __init__(self) -> None:
         self._owed: dict[int, dict[int | None, Later]] = {}
-        self._also: list[Callable[[], None]] = []
 
     def leave(self, stack: int, gradient: Later, *, expert: int | None = None) -> None:
-        """Called in the experts' backward: `gradient()` is that of a whole stack, or of one expert's slice.
+        """Leave the gradient of a whole stack, or of one expert's slice, for when backward comes past.
+
+        Called in the experts' backward; in forward by a backend that keeps its operands itself.
 
         Args:
             stack: 0 for gate-up, 1 for down.
@@ -36,26 +38,13 @@ class DelayedGradients:
         """
         self._owed.setdefault(stack, {})[expert] = gradient
 
-    def leave_call(self, call: Callable[[], None]) -> None:
-        """Called in the experts' backward: `call()` computes gradients and adds them where they belong."""
-        self._also.append(call)
-
     def settle(self, stack: int) -> Tensor | None:
-        """Compute the gradient of a stack; None if nothing was left for it."""
+        """Compute the gradient of a stack; None if nothing was left for it, or it needs no further step."""
         owed = self._owed.pop(stack, {})
-        if not owed:
-            return None
         if None in owed:
             return owed[None]()
-        # In the order in which they were left, which frees the largest operands first.
-        found = {expert: gradient() for expert, gradient in owed.items()}
-        return torch.stack([found[expert] for expert in range(len(found))])
-
-    def settle_calls(self) -> None:
-        """Make the calls that were left."""
-        calls, self._also = self._also, []
-        for call in calls:
-            call()
+        slices = [owed[expert]() for expert in range(len(owed))]
+        return torch.stack([each for each in slices if each is not None]) if slices else None
 
 
 def delay_point(
@@ -79,13 +68,15 @@ class _Point(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.delayed.settle_calls()
-        later = [ctx.delayed.settle(stack) for stack in range(len(grads))]
-        return None, *(grad if late is None else late for grad, late in zip(grads, later, strict=True))
+        found = list(grads)
+        for stack in reversed(range(len(grads))):
+            late = ctx.delayed.settle(stack)
+            found[stack] = found[stack] if late is None else late
+        return None, *found
 
 
 def reach(rows: Float[Tensor, "N H"], *stacks: Tensor) -> Float[Tensor, "N H"]:
-    """`rows`, whose backward also reaches the stacks' `delay_point`, for backends that do not use the stacks."""
+    """`rows`, whose backward leads to the stacks' `delay_point` too: for a backend that does not use them."""
     result: Tensor = _Reach.apply(rows, *stacks)  # type: ignore[no-untyped-call]
     return result
 

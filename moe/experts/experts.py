@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 
 from isozyme.core.config import Precision
 from isozyme.core.errors import UsageError
+from isozyme.moe.experts.delayed import DelayedGradients, delay_point
 from isozyme.moe.experts.registry import ExpertSetting, choose_backend
 from isozyme.moe.experts.storage import ExpertWeights
 from isozyme.moe.grouping import group_rows, ungroup_rows
@@ -23,6 +26,21 @@ def _nothing_runs(*_: object) -> Tensor:
     raise UsageError(f"experts cannot run: backend {_ON_META}. Move them to a device first.")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Stacks:
+    """The weights as one pass of the experts uses them."""
+
+    gate_up: Float[Tensor, "E_local F2 H"]
+    down: Float[Tensor, "E_local H F"]
+    delayed: DelayedGradients | None = None
+    """Where the backend leaves the weights' gradients; None if it returns them."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the backend's function takes besides the stacks."""
+        return {} if self.delayed is None else {"delayed": self.delayed}
+
+
 class Experts(nn.Module):
     """Runs this rank's SwiGLU experts on dispatched rows.
 
@@ -34,6 +52,8 @@ class Experts(nn.Module):
         backend: name of a backend of `isozyme.moe.experts.registry`, or `auto`.
         precision: precision of the GEMMs; that of `dtype` if None.
         recompute: make the activation a second time in backward, if the backend would keep it.
+        delay_wgrad: compute the weights' gradients where backward comes past the call of `stacks`.
+        cache_quantized: keep quantised weights over the micro-batches of a step.
 
     The other arguments are those of `ExpertWeights`.
 
@@ -62,6 +82,8 @@ class Experts(nn.Module):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         recompute: bool = False,
+        delay_wgrad: bool = False,
+        cache_quantized: bool = False,
     ) -> None:
         super().__init__()
         self.weights = ExpertWeights(
@@ -77,6 +99,7 @@ class Experts(nn.Module):
             dtype=dtype,
         )
         self._asked, self._precision, self._recompute = backend, precision, recompute
+        self._delay_wgrad, self._cache_quantized = delay_wgrad, cache_quantized
         self.backend: str | None
         self._function: ExpertFunction | ArrivalFunction = cast(ExpertFunction, _nothing_runs)
         self._choose()
@@ -94,6 +117,8 @@ class Experts(nn.Module):
             ffn=down.shape[1],
             precision=self._precision,
             recompute=self._recompute,
+            delay_wgrad=self._delay_wgrad,
+            cache_quantized=self._cache_quantized,
         )
         backend, self.choice = choose_backend(self._asked, setting)
         self.backend = backend.name
@@ -105,22 +130,47 @@ class Experts(nn.Module):
         self._choose()
         return self
 
-    def forward(self, dispatched: Dispatched) -> Float[Tensor, "R H"]:
+    def stacks(self) -> Stacks:
+        """The weights for one pass.
+
+        With `delay_wgrad` their gradients are computed where backward comes past this call: make it after an
+        exchange of rows has started and before it is finished, and backward will do so while the exchange of
+        the rows' gradients is under way.
+        """
+        gate_up, down = self.weights.stacks()
+        if not (self._delay_wgrad and torch.is_grad_enabled()):
+            return Stacks(gate_up=gate_up, down=down)
+        gate_up, down, delayed = delay_point(gate_up, down)
+        return Stacks(gate_up=gate_up, down=down, delayed=delayed)
+
+    def forward(self, dispatched: Dispatched, stacks: Stacks | None = None) -> Float[Tensor, "R H"]:
         """The experts' results for `dispatched.rows`, already multiplied by the rows' combine weights.
+
+        Args:
+            dispatched: the rows, grouped by expert.
+            stacks: the weights for this pass; by default `stacks()`.
 
         Raises:
             UsageError: if the backend groups the rows itself: then call `on_arrival`.
         """
         if self.groups_rows:
             raise UsageError(f"{self.choice}: this backend takes rows as they arrived. Call on_arrival.")
-        gate_up, down = self.weights.stacks()
-        function = cast(ExpertFunction, self._function)
-        return function(dispatched.rows, dispatched.probs, gate_up, down, dispatched)
+        given = self.stacks() if stacks is None else stacks
+        function = cast(Callable[..., Tensor], self._function)
+        return function(
+            dispatched.rows, dispatched.probs, given.gate_up, given.down, dispatched, **given.options
+        )
 
-    def on_arrival(self, arrival: Arrival) -> Float[Tensor, "N H"]:
-        """For each arrived row the weighted sum over its local experts, in the order of arrival."""
+    def on_arrival(self, arrival: Arrival, stacks: Stacks | None = None) -> Float[Tensor, "N H"]:
+        """For each arrived row the weighted sum over its local experts, in the order of arrival.
+
+        Args:
+            arrival: what arrived.
+            stacks: the weights for this pass; by default `stacks()`.
+        """
+        given = self.stacks() if stacks is None else stacks
         if not self.groups_rows:
             dispatched = group_rows(arrival)
-            return ungroup_rows(self(dispatched), dispatched)
-        gate_up, down = self.weights.stacks()
-        return cast(ArrivalFunction, self._function)(arrival, gate_up, down)
+            return ungroup_rows(self(dispatched, given), dispatched)
+        function = cast(Callable[..., Tensor], self._function)
+        return function(arrival, given.gate_up, given.down, **given.options)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from isozyme.moe.experts.activation import through_swiglu, weighted_swiglu
+from isozyme.moe.experts.delayed import DelayedGradients
 from isozyme.moe.experts.loop import fill_rows
 from isozyme.moe.types import Dispatched
 
@@ -27,11 +28,40 @@ MAX_ROWS = 2**31 - 1
 
 
 def grouped_linear(
-    rows: Float[Tensor, "N I"], weight: Float[Tensor, "G O I"], offsets: Tensor
+    rows: Float[Tensor, "N I"],
+    weight: Float[Tensor, "G O I"],
+    offsets: Tensor,
+    *,
+    delayed: DelayedGradients | None = None,
+    stack: int = 0,
 ) -> Float[Tensor, "N O"]:
-    """`rows @ weight[g].T` for the rows of each group g, which end at `offsets[g]` (int32, on the device)."""
+    """`rows @ weight[g].T` for the rows of each group g, which end at `offsets[g]` (int32, on the device).
+
+    With `delayed`, backward leaves the weight's gradient there, as that of `stack`.
+    """
+    if delayed is not None:
+        late: Tensor = _DelayedLinear.apply(rows, weight, offsets, delayed, stack)  # type: ignore[no-untyped-call]
+        return late
     result: Tensor = F.grouped_mm(rows, rearrange(weight, "g o i -> g i o"), offs=offsets)
     return _ContiguousGradient.apply(result)  # type: ignore[no-untyped-call]
+
+
+class _DelayedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, offsets: Tensor, delayed: DelayedGradients, stack: int
+    ) -> Tensor:
+        ctx.save_for_backward(rows, weight, offsets)
+        ctx.delayed, ctx.stack = delayed, stack
+        result: Tensor = F.grouped_mm(rows, weight.mT, offs=offsets)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        rows, weight, offsets = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        ctx.delayed.leave(ctx.stack, lambda: F.grouped_mm(grad.mT, rows, offs=offsets))
+        return F.grouped_mm(grad, weight, offs=offsets), None, None, None, None
 
 
 class _ContiguousGradient(torch.autograd.Function):
@@ -67,20 +97,22 @@ def grouped_mm_experts(
     dispatched: Dispatched,
     *,
     recompute: bool = False,
+    delayed: DelayedGradients | None = None,
 ) -> Float[Tensor, "R H"]:
     """Two grouped GEMMs with the weighted SwiGLU between them; see `ExpertFunction`.
 
     With `recompute` the activation is made a second time in backward, instead of being kept.
+    With `delayed` backward leaves the weights' gradients there.
     """
     real = dispatched.num_rows
     if real == 0:
         return fill_rows(_no_rows(rows[:0], probs[:0], gate_up, down), rows.shape[0])
     offsets = row_offsets(dispatched.tokens_per_expert, real)
     result = through_swiglu(
-        grouped_linear(rows[:real], gate_up, offsets),
+        grouped_linear(rows[:real], gate_up, offsets, delayed=delayed, stack=0),
         probs[:real],
         rows.dtype,
-        lambda middle: grouped_linear(middle, down, offsets),
+        lambda middle: grouped_linear(middle, down, offsets, delayed=delayed, stack=1),
         again=recompute,
     )
     return fill_rows(result, rows.shape[0])

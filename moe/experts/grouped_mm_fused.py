@@ -8,6 +8,7 @@ had again without a GEMM. No step waits for the host. Its slow twin is `isozyme.
 from __future__ import annotations
 
 import importlib.util
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from isozyme.moe.experts.arrived import no_rows
+from isozyme.moe.experts.delayed import DelayedGradients
 from isozyme.moe.kernels import direct
 from isozyme.moe.kernels.row_map import MAX_EXPERTS, row_map, run_row_map
 from isozyme.moe.kernels.rows import (
@@ -42,7 +44,14 @@ class _FusedExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, probs: Tensor, gate_up: Tensor, down: Tensor, slot_row: Tensor, ends: Tensor
+        ctx: Any,
+        x: Tensor,
+        probs: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        slot_row: Tensor,
+        ends: Tensor,
+        delayed: DelayedGradients | None,
     ) -> Tensor:
         num_rows = slot_row.numel()
         scatter = direct(scatter_rows_and_probs_op, run_scatter_rows_and_probs)
@@ -51,37 +60,61 @@ class _FusedExperts(torch.autograd.Function):
         middle = direct(swiglu_prob, run_swiglu_prob)(hidden, weights)
         result = F.grouped_mm(middle, down.mT, offs=ends)
         ctx.save_for_backward(x, hidden, weights, gate_up, down, slot_row, ends)
+        ctx.delayed = delayed
         tokens: Tensor = direct(gather_rows, run_gather_rows)(result, slot_row)
         return tokens
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         x, hidden, weights, gate_up, down, slot_row, ends = ctx.saved_tensors
-        scatter, num_rows = direct(scatter_rows, run_scatter_rows), slot_row.numel()
-        d_result = scatter(grads[0].contiguous(), slot_row, num_rows)
+        delayed: DelayedGradients | None = ctx.delayed
+        num_rows = slot_row.numel()
+        d_result = direct(scatter_rows, run_scatter_rows)(grads[0].contiguous(), slot_row, num_rows)
         d_middle = F.grouped_mm(d_result, down, offs=ends)
         d_hidden, d_weights, middle = direct(swiglu_prob_backward, run_swiglu_prob_backward)(
             d_middle, hidden, weights
         )
-        d_down = F.grouped_mm(d_result.mT, middle, offs=ends)
-        del d_result, middle, d_middle
-        rows = scatter(x, slot_row, num_rows)
-        d_gate_up = F.grouped_mm(d_hidden.mT, rows, offs=ends)
-        del rows
+        d_gate_up = d_down = None
+        if delayed is None:
+            d_down = _down_gradient(d_result, middle, ends)
+            del d_result, middle, d_middle
+            d_gate_up = _gate_up_gradient(d_hidden, x, slot_row, ends)
+        else:
+            delayed.leave(1, partial(_down_gradient, d_result, middle, ends))
+            delayed.leave(0, partial(_gate_up_gradient, d_hidden, x, slot_row, ends))
+            del d_result, middle, d_middle
         d_rows = F.grouped_mm(d_hidden, gate_up, offs=ends)
         gather = direct(gather_rows_and_probs_op, run_gather_rows_and_probs)
         d_x, d_probs = gather(d_rows, d_weights, slot_row)
-        return d_x, d_probs, d_gate_up, d_down, None, None
+        return d_x, d_probs, d_gate_up, d_down, None, None, None
+
+
+def _down_gradient(d_result: Tensor, middle: Tensor, ends: Tensor) -> Tensor:
+    return F.grouped_mm(d_result.mT, middle, offs=ends)
+
+
+def _gate_up_gradient(d_hidden: Tensor, x: Tensor, slot_row: Tensor, ends: Tensor) -> Tensor:
+    rows = direct(scatter_rows, run_scatter_rows)(x, slot_row, slot_row.numel())
+    return F.grouped_mm(d_hidden.mT, rows, offs=ends)
 
 
 def grouped_mm_fused_experts(
-    arrival: Arrival, gate_up: Float[Tensor, "E_local F2 H"], down: Float[Tensor, "E_local H F"]
+    arrival: Arrival,
+    gate_up: Float[Tensor, "E_local F2 H"],
+    down: Float[Tensor, "E_local H F"],
+    *,
+    delayed: DelayedGradients | None = None,
 ) -> Float[Tensor, "N H"]:
-    """For each arrived row the weighted sum over its local experts; see `ArrivalFunction`."""
+    """For each arrived row the weighted sum over its local experts; see `ArrivalFunction`.
+
+    With `delayed`, the operands of the weights' gradients (those of both products, and the activation)
+    live until those are computed.
+    """
     if arrival.rows.shape[0] == 0:
         return no_rows(arrival, gate_up, down)
     slot_row, _, ends = direct(row_map, run_row_map)(arrival.expert_ids, arrival.kept, gate_up.shape[0], 1)
-    result: Tensor = _FusedExperts.apply(arrival.rows, arrival.probs, gate_up, down, slot_row, ends)  # type: ignore[no-untyped-call]
+    leaves = (arrival.rows, arrival.probs, gate_up, down)
+    result: Tensor = _FusedExperts.apply(*leaves, slot_row, ends, delayed)  # type: ignore[no-untyped-call]
     return result
 
 

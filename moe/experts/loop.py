@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from isozyme.moe.experts.activation import through_swiglu
+from isozyme.moe.experts.delayed import DelayedGradients
 from isozyme.moe.types import Dispatched
 
 
@@ -28,21 +30,57 @@ def loop_experts(
     *,
     recompute: bool = False,
     linear: Callable[..., Tensor] = F.linear,
+    delayed: DelayedGradients | None = None,
 ) -> Float[Tensor, "R H"]:
     """One expert after the other. An empty one multiplies zero rows, so its weights get zero gradients.
 
     With `recompute` the activation is made a second time in backward, instead of being kept. `linear(x,
-    weight)` is both products; another one than torch's may round its operands.
+    weight)` is both products; another one than torch's may round its operands. With `delayed` they are
+    torch's, and backward leaves the weights' gradients there.
     """
     counts, real = dispatched.counts_on_host(), dispatched.num_rows
+
+    def product(x: Tensor, weight: Tensor, stack: int, expert: int) -> Tensor:
+        if delayed is None:
+            return linear(x, weight)
+        late: Tensor = _DelayedLinear.apply(x, weight, delayed, stack, expert)  # type: ignore[no-untyped-call]
+        return late
+
     results = [
-        through_swiglu(linear(x, w_gate_up), p, x.dtype, partial(linear, weight=w_down), again=recompute)
-        for x, p, w_gate_up, w_down in zip(
-            rows[:real].split(counts),
-            probs[:real].split(counts),
-            gate_up.unbind(0),
-            down.unbind(0),
-            strict=True,
+        through_swiglu(
+            product(x, w_gate_up, 0, expert),
+            p,
+            x.dtype,
+            partial(product, weight=w_down, stack=1, expert=expert),
+            again=recompute,
+        )
+        for expert, (x, p, w_gate_up, w_down) in enumerate(
+            zip(
+                rows[:real].split(counts),
+                probs[:real].split(counts),
+                gate_up.unbind(0),
+                down.unbind(0),
+                strict=True,
+            )
         )
     ]
     return fill_rows(torch.cat(results), rows.shape[0])
+
+
+class _DelayedLinear(torch.autograd.Function):
+    """`F.linear`, whose backward leaves the weight's gradient for later."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, delayed: DelayedGradients, stack: int, expert: int
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.delayed, ctx.stack, ctx.expert = delayed, stack, expert
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        (grad,) = grads
+        ctx.delayed.leave(ctx.stack, lambda: grad.T @ x, expert=ctx.expert)
+        return grad @ weight, None, None, None, None

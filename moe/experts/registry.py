@@ -16,6 +16,7 @@ import torch
 
 from isozyme.core.config import Precision
 from isozyme.core.errors import BackendError, did_you_mean
+from isozyme.core.precision import TRAITS
 from isozyme.moe.experts.fused_mlp_conditions import INTERLEAVE, fused_mlp_facts, fused_mlp_problems
 from isozyme.moe.experts.grouped_mm import grouped_mm_experts, grouped_mm_problems
 from isozyme.moe.experts.grouped_mm_fused import grouped_mm_fused_experts, grouped_mm_fused_problems
@@ -43,6 +44,10 @@ class ExpertSetting:
     """The precision of the GEMMs; that of `dtype` if None."""
     recompute: bool = False
     """Whether the activation is made a second time in backward, by backends that would keep it."""
+    delay_wgrad: bool = False
+    """Whether the function is called with `delayed=…` too, and leaves its weights' gradients there."""
+    cache_quantized: bool = False
+    """Whether quantised weights are kept over the micro-batches of a step."""
 
     @property
     def gemm_precision(self) -> Precision:
@@ -66,6 +71,25 @@ class Backend:
     """Whether the function is an `ArrivalFunction`, which groups the rows itself."""
     suits: Callable[[ExpertSetting], bool] = lambda _setting: True
     """Whether `auto` considers it at all for such experts; a backend asked for by name need not suit."""
+    cannot_delay: str | None = "it computes all gradients at once"
+    """Why it cannot leave its weights' gradients for later; None if it can."""
+    quantizes_weights: bool = False
+    """Whether it can keep quantised weights over micro-batches, in a precision that quantises."""
+
+    def unmet(self, setting: ExpertSetting) -> list[str]:
+        """Every unmet condition, those of the setting's options included."""
+        found = self.problems(setting)
+        if setting.delay_wgrad and self.cannot_delay is not None:
+            found = [*found, f"{self.cannot_delay}: set model.moe.delay_wgrad=false"]
+        if setting.cache_quantized and not (
+            self.quantizes_weights and TRAITS[setting.gemm_precision].quantized
+        ):
+            found = [
+                *found,
+                f"in {setting.gemm_precision} it keeps no quantised weights: set "
+                "model.moe.cache_quantized_weights=false",
+            ]
+        return found
 
 
 def _plain_precision(setting: ExpertSetting) -> list[str]:
@@ -124,23 +148,33 @@ GROUPED_MM_FUSED = Backend(
     problems=_grouped_mm_fused_problems,
     build=lambda _setting, _weights: grouped_mm_fused_experts,
     groups_rows=True,
+    cannot_delay=None,
 )
 GROUPED_MM = Backend(
     name="grouped_mm",
     problems=_grouped_mm_problems,
     build=lambda setting, _weights: partial(grouped_mm_experts, recompute=setting.recompute),
+    cannot_delay=None,
 )
 LOOP = Backend(
     name="loop",
     problems=_plain_precision,
     build=lambda setting, _weights: partial(loop_experts, recompute=setting.recompute),
+    cannot_delay=None,
 )
 TE = Backend(
     name="te",
     suits=_on_cuda,
     problems=_te_problems,
-    build=lambda setting, weights: TEExperts(weights, setting.gemm_precision),
+    build=lambda setting, weights: TEExperts(
+        weights,
+        setting.gemm_precision,
+        delay_wgrad=setting.delay_wgrad,
+        cache_quantized=setting.cache_quantized,
+    ),
     groups_rows=True,
+    quantizes_weights=True,
+    cannot_delay=None,
 )
 TE_FUSED = Backend(
     name="te_fused",
@@ -148,6 +182,7 @@ TE_FUSED = Backend(
     problems=_te_fused_problems,
     build=lambda setting, weights: TEFusedExperts(weights, setting.gemm_precision, require_fused=True),
     groups_rows=True,
+    cannot_delay="its module computes the gradients of rows and weights in one call",
 )
 TE_OPS = Backend(
     name="te_ops",
@@ -155,12 +190,14 @@ TE_OPS = Backend(
     problems=_te_ops_problems,
     build=lambda setting, weights: TEFusedExperts(weights, setting.gemm_precision, require_fused=False),
     groups_rows=True,
+    cannot_delay="its module computes the gradients of rows and weights in one call",
 )
 MXFP8_EMULATED = Backend(
     name="mxfp8_emulated",
     suits=lambda setting: setting.precision == "mxfp8_emulated",
     problems=_mxfp8_emulated_problems,
     build=lambda setting, _weights: partial(mxfp8_emulated_experts, recompute=setting.recompute),
+    cannot_delay="its emulated product computes both gradients at once",
 )
 
 BACKENDS: tuple[Backend, ...] = (TE_FUSED, GROUPED_MM_FUSED, TE, GROUPED_MM, LOOP, MXFP8_EMULATED, TE_OPS)
@@ -200,7 +237,7 @@ def choose_backend(
         if found is None:
             known = ["auto", *(backend.name for backend in backends)]
             raise BackendError(f"unknown expert backend: experts={name}. {did_you_mean(name, known)}")
-        unmet = found.problems(setting)
+        unmet = found.unmet(setting)
         if unmet:
             lines = "".join(f"\n  - {each}" for each in unmet)
             raise BackendError(f"experts={name} cannot run here:{lines}\nUse experts=auto, or change these.")
@@ -212,7 +249,7 @@ def _choose_automatically(
     setting: ExpertSetting, backends: Sequence[Backend], table: MeasuredTable | None
 ) -> tuple[Backend, str]:
     considered = [backend for backend in backends if backend.suits(setting)]
-    unmet = {backend.name: backend.problems(setting) for backend in considered}
+    unmet = {backend.name: backend.unmet(setting) for backend in considered}
     refusals = {name: f"{name} cannot run: {', '.join(found)}" for name, found in unmet.items() if found}
     usable = [backend for backend in considered if not unmet[backend.name]]
     if not usable:

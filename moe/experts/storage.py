@@ -189,10 +189,13 @@ class _Stack(torch.autograd.Function):
                 "something replaced them one by one. Call ExpertWeights.tie() after it."
             )
         ctx.parameters = parameters
+        ctx.set_materialize_grads(False)
         return stack
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        if grads[0] is None:  # a backend has added them to `main_grad` itself
+            return (None,) * len(ctx.parameters)
         main = main_grad_stack(ctx.parameters)
         if main is None:
             return grads[0].contiguous().unbind(0)

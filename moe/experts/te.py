@@ -19,12 +19,14 @@ from isozyme.core import transformer_engine
 from isozyme.core.config import Precision
 from isozyme.core.precision import TRAITS, precision_problems
 from isozyme.moe.experts.arrived import no_rows
+from isozyme.moe.experts.delayed import DelayedGradients, Later, reach
 from isozyme.moe.experts.storage import ExpertWeights
 from isozyme.moe.experts.te_main_grad import claim_in_backward
 from isozyme.moe.kernels.row_map import row_map
 from isozyme.moe.kernels.rows import gather_rows, scatter_rows_and_probs
 from isozyme.moe.kernels.swiglu import swiglu_prob
 from isozyme.moe.types import Arrival
+from isozyme.parallel.grad_buffer import OpenStep
 
 
 def te_problems(
@@ -69,12 +71,21 @@ class TEExperts:
     Args:
         weights: the storage, for its parameters' `main_grad`.
         precision: precision of the GEMMs: fp32, bf16, fp8_current, fp8_block, fp8_delayed or mxfp8.
+        delay_wgrad: take `delayed`, and compute the weights' gradients when it says so.
+        cache_quantized: quantise the weights once a step, not once a micro-batch; see `_StepOfWeights`.
 
     Raises:
         BackendError: if Transformer Engine cannot be used here.
     """
 
-    def __init__(self, weights: ExpertWeights, precision: Precision) -> None:
+    def __init__(
+        self,
+        weights: ExpertWeights,
+        precision: Precision,
+        *,
+        delay_wgrad: bool = False,
+        cache_quantized: bool = False,
+    ) -> None:
         self._te = transformer_engine.load()
         self._weights = weights
         traits = TRAITS[precision]
@@ -83,11 +94,17 @@ class TEExperts:
         down = weights.down[0]
         hidden, ffn = down.shape
         count = len(weights.down)
-        self._gate_up = _EmptyGroupedLinear(self._te, count, hidden, 2 * ffn, down.dtype)
-        self._down = _EmptyGroupedLinear(self._te, count, ffn, hidden, down.dtype)
+        options = {"dtype": down.dtype, "delay": delay_wgrad, "cache": cache_quantized}
+        self._gate_up = _EmptyGroupedLinear(self._te, count, hidden, 2 * ffn, **options)
+        self._down = _EmptyGroupedLinear(self._te, count, ffn, hidden, **options)
 
     def __call__(
-        self, arrival: Arrival, gate_up: Float[Tensor, "E_local F2 H"], down: Float[Tensor, "E_local H F"]
+        self,
+        arrival: Arrival,
+        gate_up: Float[Tensor, "E_local F2 H"],
+        down: Float[Tensor, "E_local H F"],
+        *,
+        delayed: DelayedGradients | None = None,
     ) -> Float[Tensor, "N H"]:
         """For each arrived row the weighted sum over its local experts. Waits for the host at most once."""
         unit = self._alignment
@@ -98,10 +115,15 @@ class TEExperts:
         rows, weights = scatter_rows_and_probs(
             arrival.rows, arrival.probs, slot_row, sum(splits), counts, ends
         )
+        if delayed is not None:
+            rows = reach(rows, gate_up, down)
         with self._autocast():
             hidden = self._gate_up(rows, splits, tuple(self._weights.gate_up))
             middle = swiglu_prob(hidden, weights)
             result = self._down(middle, splits, tuple(self._weights.down))
+        if delayed is not None:
+            delayed.leave(0, self._gate_up.gradient_later())
+            delayed.leave(1, self._down.gradient_later())
         return gather_rows(result, slot_row, counts, ends)
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -112,10 +134,31 @@ class TEExperts:
 
 
 class _EmptyGroupedLinear:
-    """A `te.GroupedLinear` without weights of its own."""
+    """A `te.GroupedLinear` without weights of its own.
 
-    def __init__(self, te: Any, count: int, inputs: int, outputs: int, dtype: torch.dtype) -> None:
-        self._module = te.GroupedLinear(count, inputs, outputs, bias=False, params_dtype=dtype, device="meta")
+    Args:
+        te: the package.
+        count: how many GEMMs.
+        inputs: width of a row.
+        outputs: width of a result.
+        dtype: type of the weights.
+        delay: leave the weights' gradients to `gradient_later`.
+        cache: keep quantised weights while a step lasts.
+    """
+
+    def __init__(
+        self, te: Any, count: int, inputs: int, outputs: int, *, dtype: torch.dtype, delay: bool, cache: bool
+    ) -> None:
+        self._module = te.GroupedLinear(
+            count,
+            inputs,
+            outputs,
+            bias=False,
+            params_dtype=dtype,
+            device="meta",
+            delay_wgrad_compute=delay,
+        )
+        self._delay, self._cached = delay, _StepOfWeights() if cache else None
         self._leaves: tuple[nn.Parameter, ...] = ()
         for index in range(count):
             delattr(self._module, f"weight{index}")
@@ -126,21 +169,79 @@ class _EmptyGroupedLinear:
     ) -> Float[Tensor, "R O"]:
         fused = torch.is_grad_enabled() and all(hasattr(p, "main_grad") for p in parameters)
         self._module.fuse_wgrad_accumulation = fused
-        weights = self._leaves_of(parameters) if fused else [_matrix(p) for p in parameters]
-        for index, weight in enumerate(weights):
-            self._module.__dict__[f"weight{index}"] = weight
-        result: Tensor = self._module(rows, splits)
+        leaves = fused or self._delay
+        self._bind(self._leaves_of(parameters) if leaves else [_matrix(p) for p in parameters])
+        result: Tensor = self._module(rows, splits, is_first_microbatch=self._first(parameters))
         if fused:
             claim_in_backward(result, parameters)
         return result
+
+    def gradient_later(self) -> Later:
+        """What computes the weights' gradients of the pass just made, once its backward has been here.
+
+        The gradients as a stack, or None where they were added to `main_grad`.
+        """
+        fused, leaves = self._module.fuse_wgrad_accumulation, self._leaves
+
+        def compute() -> Tensor | None:
+            # A later pass, such as an evaluation, may have set these otherwise.
+            self._module.fuse_wgrad_accumulation = fused
+            self._bind(leaves)
+            self._module.backward_dw()
+            if fused:
+                return None
+            gradients = [leaf.grad for leaf in leaves]
+            for leaf in leaves:
+                leaf.grad = None
+            return torch.stack([each for each in gradients if each is not None])
+
+        return compute
+
+    def _first(self, parameters: Sequence[nn.Parameter]) -> bool | None:
+        """Transformer Engine's `is_first_microbatch`: None to quantise anew, False to use a kept copy if any.
+
+        Never True, which would also overwrite `main_grad`.
+        """
+        if self._cached is None or not torch.is_grad_enabled():
+            return None
+        valid = self._cached.same(parameters)
+        if not valid:
+            self._module._fp8_workspaces.clear()
+        return None if valid is None else False
+
+    def _bind(self, weights: Sequence[Tensor]) -> None:
+        for index, weight in enumerate(weights):
+            self._module.__dict__[f"weight{index}"] = weight
 
     def _leaves_of(self, parameters: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
         """Leaves that view ours and whose `main_grad` views ours, so that no gradient enters the graph."""
         if len(self._leaves) != len(parameters) or self._leaves[0].data_ptr() != parameters[0].data_ptr():
             self._leaves = tuple(nn.Parameter(_matrix(parameter.detach())) for parameter in parameters)
         for leaf, parameter in zip(self._leaves, parameters, strict=True):
-            leaf.main_grad = parameter.main_grad.view(leaf.shape)  # type: ignore[attr-defined]
+            if hasattr(parameter, "main_grad"):
+                leaf.main_grad = parameter.main_grad.view(leaf.shape)  # type: ignore[attr-defined]
         return self._leaves
+
+
+class _StepOfWeights:
+    """Whether weights are those of the last call: within one open step of their gradient buffer, unwritten.
+
+    Two signs, since a kept copy of weights that have changed is a silent fault: the step, which the buffer
+    opens and closes around all updates (however they write), and the weights' version, which every in-place
+    change by torch raises (loading, for instance).
+    """
+
+    def __init__(self) -> None:
+        self._known: tuple[int, int, int] | None = None
+
+    def same(self, weights: Sequence[Tensor]) -> bool | None:
+        """None where no step is open: then nothing may be kept."""
+        step: OpenStep | None = getattr(weights[0], "open_step", None)
+        if step is None or step.number is None:
+            self._known = None
+            return None
+        before, self._known = self._known, (step.number, weights[0]._version, weights[0].data_ptr())
+        return before == self._known
 
 
 def _matrix(weight: Tensor) -> Tensor:

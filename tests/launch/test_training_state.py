@@ -66,6 +66,21 @@ def test_overlap_changes_no_bit_and_sharding_only_the_rounding_of_the_norm(layou
     assert_close(seen(layout, tied=tied, optim=everything, **pipeline), sharded, 0.0)
 
 
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_delayed_weight_gradients_change_no_bit_and_are_there_before_their_reduction(recompute):
+    layout = Layout(dp=4, ep=2)
+    plain = seen(layout, tied=False, optim={})
+    config = run_config(tied=False, layout=layout)
+    moe = replace(config.model.moe, delay_wgrad=True)
+    config = replace(
+        config,
+        model=replace(config.model, moe=moe, recompute=recompute),
+        optim=replace(config.optim, overlap_reduce=True),
+    )
+    delayed = simulate(4, lambda world: train(config, world))
+    assert_close(delayed, plain, 0.0)
+
+
 def test_the_settings_decide_which_optimiser_and_which_buffer():
     config = run_config()
     groups = ProcessGroups(Topology(Layout()), SingleWorld())

@@ -39,8 +39,8 @@ ALL_TO_ALL: tuple[Mutant, ...] = (
         row=18,
         says="arrived chunks are taken to be by expert, then rank",
         file="moe/dispatch_alltoall.py",
-        old='"e -> (r e)", r=received.shape[0]',
-        new='"e -> (e r)", r=received.shape[0]',
+        old="ids = chunk % received.shape[1]",
+        new="ids = chunk // received.shape[0]",
         subject="alltoall",
     ),
     Mutant(
@@ -48,8 +48,8 @@ ALL_TO_ALL: tuple[Mutant, ...] = (
         row=18,
         says="rows that arrive rank by rank are taken to be sorted by expert already",
         file="moe/dispatch_alltoall.py",
-        old="ids = torch.repeat_interleave(experts, received.flatten(), output_size=total)",
-        new="ids = torch.repeat_interleave(experts, received.flatten(), output_size=total).sort().values",
+        old="ids = chunk % received.shape[1]",
+        new="ids = (chunk % received.shape[1]).sort().values",
         subject="alltoall in halves",
     ),
     Mutant(
@@ -57,8 +57,8 @@ ALL_TO_ALL: tuple[Mutant, ...] = (
         row=18,
         says="the weights arrive in reverse order",
         file="moe/dispatch_alltoall.py",
-        old='probs=rearrange(all_to_all_finish(in_flight.probs), "n -> n 1"),',
-        new='probs=rearrange(all_to_all_finish(in_flight.probs).flip(0), "n -> n 1"),',
+        old='probs=rearrange(finish(in_flight.probs), "n -> n 1"),',
+        new='probs=rearrange(finish(in_flight.probs).flip(0), "n -> n 1"),',
         subject="alltoall",
     ),
     Mutant(
@@ -66,8 +66,8 @@ ALL_TO_ALL: tuple[Mutant, ...] = (
         row=None,
         says="weights are sent without gradient",
         file="moe/dispatch_alltoall.py",
-        old="permute_probs(spread.topk_probs, slots), group",
-        new="permute_probs(spread.topk_probs.detach(), slots), group",
+        old="probs=all_to_all_start(probs, group, out, into),",
+        new="probs=all_to_all_start(probs.detach(), group, out, into),",
         subject="alltoall",
     ),
     Mutant(
@@ -84,10 +84,8 @@ ALL_TO_ALL: tuple[Mutant, ...] = (
         row=8,
         says="a rank that receives nothing goes on with a fresh tensor, and so skips the backward exchange",
         file="moe/dispatch_alltoall.py",
-        old="rows=all_to_all_finish(in_flight.rows),\n            expert_ids",
-        new="rows=all_to_all_finish(in_flight.rows).detach()\n"
-        "            if total == 0\n            else all_to_all_finish(in_flight.rows),\n"
-        "            expert_ids",
+        old="rows=finish(in_flight.rows),",
+        new="rows=finish(in_flight.rows).detach() if total == 0 else finish(in_flight.rows),",
         subject="alltoall",
     ),
     Mutant(
@@ -95,8 +93,8 @@ ALL_TO_ALL: tuple[Mutant, ...] = (
         row=11,
         says="an off-by-one split: the last row of what is sent back is counted to the next rank",
         file="moe/dispatch_alltoall.py",
-        old="input_splits=tuple(numbers[: group.size]),",
-        new="input_splits=(numbers[0] - (numbers[0] > 1), *numbers[1 : group.size]),",
+        old="input_splits=tuple(there.sum(1).tolist()),",
+        new="input_splits=tuple(n - (r == 0 and n > 1) for r, n in enumerate(there.sum(1).tolist())),",
         subject="alltoall in halves",
     ),
     Mutant(
@@ -114,7 +112,7 @@ ALL_TO_ALL: tuple[Mutant, ...] = (
         says="the backward exchange divides by the number of ranks",
         file="parallel/collectives.py",
         old="return pending.wait(), None",
-        new="return pending.wait() / ctx.state.comm.size, None",
+        new="return pending.wait() / 2, None",
         subject="alltoall",
     ),
 )
@@ -125,8 +123,8 @@ ALL_GATHER: tuple[Mutant, ...] = (
         row=11,
         says="every rank is taken to hold as many tokens as this one",
         file="moe/dispatch_allgather.py",
-        old="sizes = tuple(int(size) for size in group.all_gather(number).tolist())",
-        new="sizes = (len(tokens),) * len(group.all_gather(number))",
+        old="return tuple(int(size) for size in group.all_gather(number).tolist())",
+        new="return (len(tokens),) * len(group.all_gather(number))",
         subject="allgather",
     ),
     Mutant(
@@ -134,10 +132,10 @@ ALL_GATHER: tuple[Mutant, ...] = (
         row=18,
         says="each rank takes its rows of its own results instead of the sum over ranks",
         file="moe/dispatch_allgather.py",
-        old="total = reduce_scatter_to_group(results.to(wide), self.placement.communicator, arrival.handle)",
-        new="group = self.placement.communicator\n"
-        "        total = reduce_scatter_to_group(results.to(wide), group, arrival.handle) * 0\n"
-        "        total = total + results.to(wide).split(arrival.handle)[group.rank]",
+        old="total = reduce_scatter_to_group_start(results.to(wide), group, arrival.handle)",
+        new="parts = results.to(wide).split(arrival.handle)\n"
+        "        own = [part * (rank == group.rank) for rank, part in enumerate(parts)]\n"
+        "        total = reduce_scatter_to_group_start(torch.cat(own), group, arrival.handle)",
         subject="allgather",
     ),
     Mutant(
@@ -145,7 +143,7 @@ ALL_GATHER: tuple[Mutant, ...] = (
         row=None,
         says="results of the ranks are added up in bf16",
         file="moe/dispatch_allgather.py",
-        old="wide = torch.promote_types(results.dtype, torch.float32)",
+        old="wide = torch.promote_types(results.dtype, torch.float32) if group.size > 2 else results.dtype",
         new="wide = torch.bfloat16",
         subject="allgather",
     ),
@@ -154,7 +152,7 @@ ALL_GATHER: tuple[Mutant, ...] = (
         row=None,
         says="results of the ranks are added up in their own type, bf16 included",
         file="moe/dispatch_allgather.py",
-        old="wide = torch.promote_types(results.dtype, torch.float32)",
+        old="wide = torch.promote_types(results.dtype, torch.float32) if group.size > 2 else results.dtype",
         new="wide = results.dtype",
         subject="allgather",
     ),
@@ -172,8 +170,8 @@ ALL_GATHER: tuple[Mutant, ...] = (
         row=18,
         says="the weights of the next token (at the borders, of the next rank) are used",
         file="moe/dispatch_allgather.py",
-        old="topk_probs=gather_from_group(routing.topk_probs, group, sizes),",
-        new="topk_probs=gather_from_group(routing.topk_probs, group, sizes).roll(1, 0),",
+        old="topk_probs=finish(in_flight.probs),",
+        new="topk_probs=finish(in_flight.probs).roll(1, 0),",
         subject="allgather",
     ),
     Mutant(
@@ -181,8 +179,8 @@ ALL_GATHER: tuple[Mutant, ...] = (
         row=None,
         says="the gradient of the weights stops at the all-gather",
         file="moe/dispatch_allgather.py",
-        old="topk_probs=gather_from_group(routing.topk_probs, group, sizes),",
-        new="topk_probs=group.all_gather(routing.topk_probs.detach(), sizes),",
+        old="topk_probs=finish(in_flight.probs),",
+        new="topk_probs=finish(in_flight.probs).detach(),",
         subject="allgather",
     ),
     Mutant(
@@ -190,8 +188,10 @@ ALL_GATHER: tuple[Mutant, ...] = (
         row=18,
         says="the backward of the all-gather takes a slice where it must add up the ranks' gradients",
         file="parallel/collectives.py",
-        old="return _apply(_ReduceScatter, grad, ctx.comm, ctx.sizes), None, None",
-        new="return _apply(_Split, grad, ctx.comm, ctx.sizes), None, None",
+        old="back=lambda grad: comm.reduce_scatter_async(grad, counts),",
+        new="back=lambda grad: comm.reduce_scatter_async(\n"
+        "            torch.cat([p * (r == comm.rank) for r, p in enumerate(grad.split(counts))]), counts\n"
+        "        ),",
         subject="allgather",
     ),
     Mutant(
@@ -254,19 +254,19 @@ PADDED: tuple[Mutant, ...] = (
     Mutant(
         id="padded-rows-by-rank",
         row=18,
-        says="rows stay ordered by rank where experts expect them by expert",
+        says="rows ordered by rank are taken to be ordered by expert",
         file="moe/dispatch_padded.py",
-        old='"(r e c) h -> (e r c) h"',
-        new='"(r e c) h -> (r e c) h"',
+        old='"e -> (r e c) 1"',
+        new='"e -> (e r c) 1"',
         subject="padded",
     ),
     Mutant(
         id="padded-weights-by-rank",
         row=18,
-        says="weights stay ordered by rank while their rows are ordered by expert",
+        says="weights are ordered by expert while their rows are ordered by rank",
         file="moe/dispatch_padded.py",
-        old='"(r e c) -> (e r c)"',
-        new='"(r e c) -> (r e c)"',
+        old='probs=rearrange(finish(in_flight.probs), "n -> n 1"),',
+        new='probs=rearrange(finish(in_flight.probs), "(r e c) -> (e r c) 1", r=ranks, c=self.capacity),',
         subject="padded",
     ),
     Mutant(
@@ -274,8 +274,12 @@ PADDED: tuple[Mutant, ...] = (
         row=18,
         says="results go back ordered by expert instead of by rank",
         file="moe/dispatch_padded.py",
-        old='"(e r c) h -> (r e c) h"',
-        new='"(e r c) h -> (e r c) h"',
+        old="rows=self._exchange(results), by",
+        new="rows=self._exchange(\n"
+        "            rearrange(\n"
+        "                results, '(r e c) h -> (e r c) h', e=arrival.num_experts, c=self.capacity\n"
+        "            )\n"
+        "        ), by",
         subject="padded",
     ),
     Mutant(

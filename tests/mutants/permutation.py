@@ -129,7 +129,7 @@ PERMUTATION_MUTANTS: tuple[Mutant, ...] = (
         row=18,
         says="rows are grouped by expert, their weights stay in the order of arrival",
         file="moe/grouping.py",
-        old="probs=permute_probs(arrival.probs, slots),",
+        old="probs=probs,",
         new="probs=arrival.probs.flatten()[: slots.num_rows],",
         subject="alltoall",
     ),
