@@ -8,7 +8,6 @@ have no gradient at all. All ranks reduce the same buckets in the same order, wh
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -19,19 +18,8 @@ from isozyme.parallel.communicator import Pending
 from isozyme.parallel.grad_layout import Segment, agree_on_buckets, stack_in
 from isozyme.parallel.grad_packing import pack
 from isozyme.parallel.grad_reduce import finish_gather, finish_sum, start_gather, start_sum
-from isozyme.parallel.main_grad import MainGradUse, claim, fill, use_of
+from isozyme.parallel.main_grad import MainGradUse, OpenStep, claim, fill, use_of
 from isozyme.parallel.process_groups import ProcessGroups
-
-
-@dataclass(eq=False)
-class OpenStep:
-    """The step that a buffer is in; every parameter has its buffer's as `open_step`."""
-
-    number: int | None = None
-    """Set by `zero()`, another one each time; None after `reduce()`, when parameters may change.
-
-    While it is the same number, parameters have not been updated: what was computed from them still holds.
-    """
 
 
 class GradientBuffer:

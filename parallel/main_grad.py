@@ -25,6 +25,17 @@ class MainGradUse:
     """Whether somebody who asks first has written it."""
 
 
+@dataclass(eq=False)
+class OpenStep:
+    """The step that a buffer is in; every parameter has its buffer's as `open_step`."""
+
+    number: int | None = None
+    """Set by `zero()`, another one each time; None after `reduce()`, when parameters may change.
+
+    While it is the same number, parameters have not been updated: what was computed from them still holds.
+    """
+
+
 def claim(parameters: Sequence[Tensor]) -> bool:
     """Say, right before writing the `main_grad` of `parameters` in a backward, that it will be written.
 

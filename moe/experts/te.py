@@ -26,7 +26,7 @@ from isozyme.moe.kernels.row_map import row_map
 from isozyme.moe.kernels.rows import gather_rows, scatter_rows_and_probs
 from isozyme.moe.kernels.swiglu import swiglu_prob
 from isozyme.moe.types import Arrival
-from isozyme.parallel.grad_buffer import OpenStep
+from isozyme.parallel.main_grad import OpenStep
 
 
 def te_problems(
