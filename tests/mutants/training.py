@@ -127,8 +127,8 @@ EXPERTS: tuple[Mutant, ...] = (
         row=10,
         says="the shared expert computes on what padding holds",
         file="moe/layer.py",
-        old="result = result + self.shared_expert(real)",
-        new="result = result + self.shared_expert(flat)",
+        old="wide = shared.first_half(real)",
+        new="wide = shared.first_half(flat)",
         subject="layer with a shared expert",
     ),
     Mutant(
@@ -136,8 +136,8 @@ EXPERTS: tuple[Mutant, ...] = (
         row=None,
         says="the result of the shared expert is not added",
         file="moe/layer.py",
-        old="result = result + self.shared_expert(real)",
-        new="result = result + 0 * self.shared_expert(real)",
+        old="result = result + (shared(real)",
+        new="result = result + 0 * (shared(real)",
         subject="layer with a shared expert, by definition",
     ),
 )
