@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ class Batch:
     packed: bool = True
     """Whether a window may hold several documents, as the data knows without asking the device. False, which
     promises that `documents` is constant within each window, lets attention use its faster causal kernels."""
+    lengths: tuple[tuple[int, ...], ...] | None = None
+    """Lengths of the documents of each whole window, where the host knows them without asking the device."""
 
     @property
     def num_windows(self) -> int:
@@ -42,14 +45,33 @@ class Batch:
         return self.tokens.shape[1]
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch on another device."""
+        """The same batch on another device. Leaving the host, a packed one notes the `lengths`."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         moved: dict[str, Any] = {
             name: value.to(device, non_blocking=True)
             for name, value in values.items()
             if isinstance(value, Tensor)
         }
+        if self.packed and self.lengths is None and self.documents.device.type == "cpu":
+            moved["lengths"] = document_lengths(self.documents)
         return replace(self, **moved)
+
+
+def document_lengths(documents: Int[Tensor, "B S"]) -> tuple[tuple[int, ...], ...]:
+    """The lengths of the documents of each window, in order; a document is a run of equal numbers.
+
+    Reads the device once.
+
+    >>> document_lengths(torch.tensor([[0, 0, 1, 2], [5, 5, 5, 5]]))
+    ((2, 1, 1), (4,))
+    """
+    length = documents.shape[1]
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    starts: list[list[int]] = [[] for _ in range(documents.shape[0])]
+    for window, place in begins.nonzero().tolist():
+        starts[window].append(place)
+    return tuple(tuple(end - begin for begin, end in pairwise([*found, length])) for found in starts)
 
 
 @dataclass(frozen=True, kw_only=True)

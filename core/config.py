@@ -23,6 +23,7 @@ Precision = Literal[
     "fp64", "fp32", "bf16", "fp8_current", "fp8_block", "fp8_delayed", "mxfp8", "mxfp8_emulated"
 ]
 Recompute = Literal["none", "selective", "full"]
+NormImplementation = Literal["auto", "te", "apex", "torch"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,8 @@ class ModelConfig:
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
     rope_theta: float = 10_000.0
+    norm: NormImplementation = "auto"
+    """Whose kernels compute the norms; `auto` is the first usable of te, apex and torch."""
     norm_eps: float = 1e-5
     tied: bool = False
     """Whether the head shares the embedding's weight."""

@@ -1,6 +1,7 @@
-"""How attention sees a whole window of which each context-parallel rank holds a part, and when it can.
+"""How attention is computed, and how it sees a window of which each context-parallel rank holds a part.
 
-Pure arithmetic on the configuration; the attention itself is in `isozyme.parallel.context`.
+Pure arithmetic on the configuration; the attention itself is in `isozyme.parallel.attention_kernels` for one
+rank, and in `isozyme.parallel.context` for several.
 """
 
 from __future__ import annotations
@@ -12,12 +13,21 @@ from isozyme.core.errors import Rules, divisors
 
 ContextMethod = Literal["allgather", "ring", "ulysses"]
 ContextOrder = Literal["zigzag", "contiguous"]
+KernelName = Literal["torch", "cudnn", "flash"]
+AttentionKernel = Literal["auto", "torch", "cudnn", "flash"]
+
+
+CUDNN_TILE = 128
+"""Tokens that cuDNN's kernels take at once; what fills up the last group can make a gradient infinite."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """Attention across context-parallel ranks; without effect where `layout.cp` is 1."""
+    """The kernel of attention, and what context-parallel ranks do (without effect where `layout.cp` is 1)."""
 
+    kernel: AttentionKernel = "auto"
+    """cuDNN's, FlashAttention's, or what `torch` dispatches to; `auto` takes the fastest that can run, and
+    says which and why. FlashAttention stands in for cuDNN where windows are packed."""
     context: ContextMethod = "allgather"
     """Gather all keys and values, pass them around a ring, or exchange tokens for heads (Ulysses)."""
     context_order: ContextOrder = "zigzag"
@@ -43,20 +53,42 @@ class AttentionConfig:
             num_kv_heads: key/value heads of the model.
             where: the section of the configuration that holds the heads.
         """
-        if cp <= 1 or tp < 1 or min(num_heads, num_kv_heads) < 1:
+        if min(cp, tp, num_heads, num_kv_heads) < 1:
             return []
         rules = Rules(where)
         if window is not None:
             rules.extend(window_problems(window, cp, self.context_order))
+            if self.kernel == "cudnn" and not rules.broken:
+                rules.extend(self._cudnn_problems(window, cp))
+        if cp == 1:
+            return rules.broken
         if self.context == "ulysses" and num_heads % tp == 0:
             rules.extend(head_problems(num_heads // tp, max(num_kv_heads // tp, 1), cp))
         return rules.broken
 
+    def _cudnn_problems(self, window: int, cp: int) -> list[str]:
+        whole = cp == 1 or self.context == "ulysses"
+        parts = 1 if whole else chunks(cp, self.context_order)
+        if window // parts % CUDNN_TILE == 0:
+            return []
+        what = "a window" if whole else "a chunk of a context-parallel rank"
+        return [
+            f"cuDNN's attention is used for multiples of {CUDNN_TILE} tokens: model.attention.kernel=cudnn, "
+            f"data.window={window}, layout.cp={cp} give {what} {window // parts} tokens; {window // parts} % "
+            f"{CUDNN_TILE} = {window // parts % CUDNN_TILE}. Use a window that is a multiple of "
+            f"{parts * CUDNN_TILE}, or model.attention.kernel=auto."
+        ]
+
+
+def chunks(size: int, order: ContextOrder) -> int:
+    """Into how many parts of equal length a window is cut, to be dealt out over `size` ranks."""
+    return size if size == 1 or order == "contiguous" else 2 * size
+
 
 def window_problems(window: int, size: int, order: ContextOrder) -> list[str]:
     """Why a window cannot be dealt out over `size` ranks, in words; empty if it can."""
-    unit = size if order == "contiguous" else 2 * size
-    if size == 1 or window % unit == 0:
+    unit = chunks(size, order)
+    if window % unit == 0:
         return []
     kind = "one chunk" if order == "contiguous" else "two chunks"
     below = window // unit * unit

@@ -15,6 +15,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from isozyme.core.config import Precision
 from isozyme.core.errors import BackendError
@@ -47,6 +50,61 @@ def load() -> ModuleType:
     module = _attempt()[0]
     assert module is not None
     return module
+
+
+def kernels() -> Any:
+    """The compiled module `transformer_engine_torch`, whose functions know nothing of autograd.
+
+    Raises:
+        BackendError: if Transformer Engine cannot be used here.
+    """
+    load()
+    import transformer_engine_torch
+
+    return transformer_engine_torch
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dim by Transformer Engine's kernels.
+
+    Args:
+        x: bfloat16, float16 or float32 on CUDA.
+        weight: as wide as the last dim of `x`, of the same dtype.
+        eps: added to the mean square.
+
+    Raises:
+        BackendError: if Transformer Engine cannot be used here.
+    """
+    out: Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _RMSNorm(Function):
+    """Mean square and gradients are summed in fp32; rounded once, at the end."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        compiled = kernels()
+        dtypes = {
+            torch.float32: compiled.DType.kFloat32,
+            torch.float16: compiled.DType.kFloat16,
+            torch.bfloat16: compiled.DType.kBFloat16,
+        }
+        rows = x.contiguous().view(-1, x.shape[-1])
+        # Neither a given output nor a quantiser; no SM left to others; a gain of `weight`, not of 1 + weight.
+        out, _, scale = compiled.rmsnorm_fwd(rows, weight, eps, None, None, dtypes[x.dtype], 0, False)
+        ctx.save_for_backward(rows, weight, scale)
+        result: Tensor = out.view(x.shape)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        rows, weight, scale = ctx.saved_tensors
+        of_rows, of_weight, *_ = kernels().rmsnorm_bwd(
+            grad.contiguous().view(rows.shape), rows, scale, weight, 0, False
+        )
+        return of_rows.view(grad.shape), of_weight.view(weight.shape), None
 
 
 def fused_switch_is_set() -> bool:

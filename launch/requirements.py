@@ -18,7 +18,10 @@ from isozyme.core import accelerators, transformer_engine
 from isozyme.core.config import RunConfig
 from isozyme.core.errors import BackendError, ConfigError, Rules
 from isozyme.core.precision import TRAITS, precision_problems
+from isozyme.models.attention import attention_facts
+from isozyme.models.norm import choose_norm
 from isozyme.moe.experts.registry import ExpertSetting, choose_backend
+from isozyme.parallel.attention_kernels import choose_attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +106,7 @@ def check(
     lacking.extend(precision)
     if not precision or config.model.moe.experts != "auto":  # else every backend says the same again
         lacking.extend(_experts_problems(config, device))
+    lacking.extend(_kernel_problems(config, device))
     lacking.extend(_optimiser_problems(config, machine, device))
     if broken.broken:
         broken.extend(lacking.broken)
@@ -194,6 +198,23 @@ def _experts_problems(config: RunConfig, device: str) -> list[str]:
     except BackendError as error:
         return [f"model.moe.experts={model.moe.experts}: {error}".replace("\n", "\n    ")]
     return []
+
+
+def _kernel_problems(config: RunConfig, device: str) -> list[str]:
+    """Why the attention kernel or the norm that was named cannot run here, in the words of the models."""
+    if device == "cuda" and not torch.cuda.is_available():
+        return []  # a device that is not there cannot be asked
+    model, where, dtype = config.model, torch.device(device), TRAITS[config.precision].dtype
+    problems = []
+    try:
+        choose_attention(model.attention.kernel, attention_facts(model, where, dtype))
+    except BackendError as error:
+        problems.append(str(error))
+    try:
+        choose_norm(model.norm, where, dtype)
+    except BackendError as error:
+        problems.append(str(error))
+    return problems
 
 
 def _optimiser_problems(config: RunConfig, machine: Machine, device: str) -> list[str]:

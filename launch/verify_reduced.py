@@ -78,6 +78,8 @@ def reduced(config: RunConfig, layouts: Sequence[Layout]) -> RunConfig:
             pattern=kinds,
             init_std=0.3,
             embedding_std=1.0,
+            attention=replace(model.attention, kernel="auto"),
+            norm="auto",
             moe=replace(
                 model.moe,
                 ffn=_multiple(24, etp),

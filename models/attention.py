@@ -1,6 +1,6 @@
 """Causal self-attention with grouped key/value heads, inside the documents of a window.
 
-What all layers share (rotation and mask) is made once a micro-batch, as a `Context`.
+What all layers share (rotation, kernel, documents) is made once a micro-batch, as a `Context`.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ from dataclasses import dataclass
 
 import torch
 from einops import rearrange
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from isozyme.core.batch import Batch
+from isozyme.core.batch import Batch, document_lengths
 from isozyme.core.config import ModelConfig
-from isozyme.core.context import ContextMethod
+from isozyme.core.context import ContextMethod, KernelName
 from isozyme.models.builder import Builder
 from isozyme.models.linear import ColumnLinear, RowLinear, together
 from isozyme.models.rotary import Rotation, rotate, rotation_at
+from isozyme.parallel.attention_kernels import AttentionFacts, attend, fitting
+from isozyme.parallel.attention_packed import Packed, packed_attention
 from isozyme.parallel.context import METHODS
 from isozyme.parallel.context_plan import ContextPlan
 from isozyme.parallel.recompute import recompute
@@ -30,26 +31,46 @@ class Context:
     """What attention needs to know about a micro-batch, the same for every layer."""
 
     rotation: Rotation
-    mask: Bool[Tensor, "B S S"] | None
-    """True where a query (dim 1) sees a key (dim 2); None for plain causal attention, and with a plan."""
+    kernel: KernelName = "torch"
+    """What computes whole windows of one document each."""
+    packed: Packed | None = None
+    """What computes windows of several documents; None if there are none, and with a plan."""
     plan: ContextPlan | None = None
     """Where context-parallel ranks share the windows: how their queries meet each other's keys."""
     method: ContextMethod = "allgather"
     """How it is carried out."""
 
     @staticmethod
-    def of(batch: Batch, config: ModelConfig, dtype: torch.dtype, plan: ContextPlan | None = None) -> Context:
-        """The context of one micro-batch. Reads no value from the device.
+    def of(
+        batch: Batch,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        plan: ContextPlan | None = None,
+        kernel: KernelName = "torch",
+    ) -> Context:
+        """The context of one micro-batch.
+
+        Reads no value from the device, unless windows are packed and the batch does not say their `lengths`:
+        then once.
 
         Args:
             batch: the tokens of this context-parallel rank.
             config: head width, base of the rotation, and the method of context parallelism.
             dtype: the model's dtype.
             plan: the share of this rank; None if it has whole windows.
+            kernel: what is to compute whole windows of one document each, by `choose_attention`.
         """
+        packed = None
+        if batch.packed and plan is None:
+            device = batch.tokens.device
+            lengths = document_lengths(batch.documents) if batch.lengths is None else batch.lengths
+            packed = packed_attention(
+                lengths, batch.window_length, attention_facts(config, device, dtype), device
+            )
         return Context(
             rotation=rotation_at(batch.positions, config.head_width, config.rope_theta, dtype),
-            mask=document_mask(batch.documents) if batch.packed and plan is None else None,
+            kernel=fitting(kernel, batch.window_length),
+            packed=packed,
             plan=plan,
             method=config.attention.context,
         )
@@ -58,44 +79,22 @@ class Context:
         self, q: Float[Tensor, "B S N D"], k: Float[Tensor, "B S M D"], v: Float[Tensor, "B S M D"]
     ) -> Float[Tensor, "B S N D"]:
         """Attention of the queries of this rank's S tokens to all earlier tokens of their documents."""
-        if self.plan is None:
-            return attend(q, k, v, self.mask)
-        return METHODS[self.method](q, k, v, self.plan)
+        if self.plan is not None:
+            return METHODS[self.method](q, k, v, self.plan)
+        if self.packed is not None:
+            return self.packed(q, k, v)
+        return attend(q, k, v, self.kernel)
 
 
-def document_mask(documents: Int[Tensor, "B S"]) -> Bool[Tensor, "B S S"]:
-    """True where query s may see key t: t <= s and both in the same document of the window."""
-    length = documents.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
-    return causal & (documents[:, :, None] == documents[:, None, :])
-
-
-def attend(
-    q: Float[Tensor, "B S N D"],
-    k: Float[Tensor, "B S M D"],
-    v: Float[Tensor, "B S M D"],
-    mask: Bool[Tensor, "B S S"] | None,
-) -> Float[Tensor, "B S N D"]:
-    """Softmax attention with scale 1/sqrt(D); query head n reads key/value head n // (N / M).
-
-    Padding stands at the end of a window, so that causality alone keeps it from real tokens.
-
-    Args:
-        q: queries of N heads.
-        k: keys of M heads, M divides N (Ainslie et al. 2023, arXiv:2305.13245).
-        v: values of M heads.
-        mask: which keys a query sees; None for causal, which has the faster kernels.
-    """
-    q, k, v = (rearrange(x, "b s n d -> b n s d") for x in (q, k, v))
-    out = F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=None if mask is None else mask[:, None],
-        is_causal=mask is None,
-        enable_gqa=q.shape[1] != k.shape[1],
+def attention_facts(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> AttentionFacts:
+    """What decides which kernel computes the attention of this model here."""
+    return AttentionFacts.here(
+        device,
+        dtype,
+        head_width=config.head_width,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
     )
-    return rearrange(out, "b n s d -> b s n d")
 
 
 class Attention(nn.Module):
@@ -128,7 +127,7 @@ class Attention(nn.Module):
 
         Args:
             x: this rank's part of each sequence; attention sees the parts of all tensor-parallel ranks.
-            context: rotation and mask of all of these.
+            context: rotation and documents of all of these.
         """
         q, k, v = (
             rearrange(to_sequence(rows, self.tp), "b s (n d) -> b s n d", d=self.head_width)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
@@ -33,9 +34,10 @@ class Block(nn.Module):
         super().__init__()
         name, hidden, std = f"layers.{index}", config.hidden, config.init_std
         output_std = std / math.sqrt(2 * config.num_layers)
-        self.attention_norm = RMSNorm(builder, f"{name}.attention_norm", hidden, eps=config.norm_eps)
+        norm: dict[str, Any] = {"eps": config.norm_eps, "implementation": config.norm}
+        self.attention_norm = RMSNorm(builder, f"{name}.attention_norm", hidden, **norm)
         self.attention = Attention(builder, f"{name}.attention", config, output_std=output_std)
-        self.mlp_norm = RMSNorm(builder, f"{name}.mlp_norm", hidden, eps=config.norm_eps)
+        self.mlp_norm = RMSNorm(builder, f"{name}.mlp_norm", hidden, **norm)
         self.mlp: MLP | None = None
         self.moe: MoELayer | None = None
         if config.layer_kinds()[index] == "D":
@@ -69,7 +71,7 @@ class Block(nn.Module):
         Args:
             x: hidden states of this rank's part of each window (tensor-parallel ranks have a part each, on
                 which norms, routers and residual additions work alone).
-            context: rotation and mask of the micro-batch.
+            context: rotation and documents of the micro-batch.
             token_valid: which of these tokens are not padding, and so are routed.
             routing_override: expert choices to replay, for a mixture-of-experts layer.
             places: where in its whole window each token stands, if context-parallel ranks share the windows.

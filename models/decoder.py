@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from isozyme.core.batch import Batch
 from isozyme.core.config import ModelConfig, RunConfig
+from isozyme.core.context import KernelName
 from isozyme.core.errors import ConfigError, Rules
 from isozyme.core.tensor import tensor_problems
 from isozyme.core.topology import Layout
-from isozyme.models.attention import Context
+from isozyme.models.attention import Context, attention_facts
 from isozyme.models.block import Block
 from isozyme.models.builder import Builder
 from isozyme.models.embedding import Embedding, Head
@@ -21,6 +22,7 @@ from isozyme.models.loss import cross_entropy_sum
 from isozyme.models.norm import RMSNorm
 from isozyme.models.types import Chunk, ModelOutput
 from isozyme.moe.types import RouterStats, Routing
+from isozyme.parallel.attention_kernels import choose_attention
 from isozyme.parallel.context import plan_context
 from isozyme.parallel.context_layout import ContextLayout
 from isozyme.parallel.context_plan import ContextPlan
@@ -47,7 +49,8 @@ def build_model(
     Raises:
         ConfigError: if the model's configuration is broken or cannot be cut at this layout, or the chunk
             names layers that the model lacks.
-        BackendError: if the experts' backend cannot run here, or not in `config.precision`.
+        BackendError: if the experts' backend cannot run here, or not in `config.precision`, or if the
+            attention kernel or the norm that was named cannot.
     """
     model, rules = config.model, Rules(config.name)
     model_problems = model.problems()
@@ -89,23 +92,28 @@ class Decoder(nn.Module):
         self.config = config
         self.chunk = chunk
         self.tp, self.cp = builder.tp, builder.groups["cp"]
+        facts = attention_facts(config, builder.device, builder.dtype)
+        self.attention_choice = choose_attention(config.attention.kernel, facts)[1]
         self.embedding = Embedding(builder, config) if chunk.has_embedding else None
         self.layers = nn.ModuleDict({str(index): Block(builder, index, config) for index in chunk.layers})
         self.final_norm: RMSNorm | None = None
         self.head: Head | None = None
         if chunk.has_head:
-            self.final_norm = RMSNorm(builder, "final_norm", config.hidden, eps=config.norm_eps)
+            self.final_norm = RMSNorm(
+                builder, "final_norm", config.hidden, eps=config.norm_eps, implementation=config.norm
+            )
             self.head = Head(builder, config, self.embedding)
 
     @property
     def choices(self) -> dict[str, str]:
-        """What each expert layer's `auto` settings became and why, as `layers.3.moe.experts` → words."""
-        return {
-            f"layers.{index}.moe.{part}": choice
-            for index, block in self._blocks()
-            if block.moe is not None
-            for part, choice in block.moe.choices.items()
-        }
+        """What each layer's `auto` settings became and why, as `layers.3.moe.experts` → words."""
+        found: dict[str, str] = {}
+        for index, block in self._blocks():
+            found[f"layers.{index}.attention"] = str(self.attention_choice)
+            found[f"layers.{index}.norm"] = str(block.mlp_norm.choice)
+            if block.moe is not None:
+                found |= {f"layers.{index}.moe.{part}": it for part, it in block.moe.choices.items()}
+        return found
 
     @property
     def backward_units(self) -> tuple[Unit, ...]:
@@ -175,13 +183,22 @@ class Decoder(nn.Module):
             )
         return self.head(self._run_layers(*self._share(batch), hidden, None)[0])
 
+    def _kernel(self) -> KernelName:
+        """What computes attention, for each micro-batch anew.
+
+        The model may have been cast, or deterministic algorithms asked for, since it was built.
+        """
+        some = next(self.parameters())
+        facts = attention_facts(self.config, some.device, some.dtype)
+        return choose_attention(self.config.attention.kernel, facts)[0]
+
     def _share(self, batch: Batch) -> tuple[Batch, ContextPlan | None]:
         """The tokens of this context-parallel rank, and the plan by which they see those of the others."""
         if self.cp.size == 1:
             return batch, None
         order = self.config.attention.context_order
         layout = ContextLayout(window=batch.window_length, size=self.cp.size, order=order)
-        plan = plan_context(self.cp, layout, batch.documents if batch.packed else None)
+        plan = plan_context(self.cp, layout, batch.documents if batch.packed else None, self._kernel())
         return layout.part_of_batch(batch, self.cp.rank), plan
 
     def _run_layers(
@@ -193,7 +210,7 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, list[tuple[RouterStats, Routing]]]:
         """Embedding, layers and final norm, as far as the chunk has them; and what expert layers report."""
         x = self._input(batch, hidden)
-        context = Context.of(batch, self.config, x.dtype, plan)
+        context = Context.of(batch, self.config, x.dtype, plan, self._kernel())
         overrides = self._overrides(routing_override)
         token_valid = sequence_part(batch.token_valid, self.tp)
         places = None

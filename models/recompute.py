@@ -24,7 +24,7 @@ def recomputed_layer(
     of the layer's groups call it together, in backward too.
 
     Args:
-        layer: may bring along what is shared by all layers (rotation, mask).
+        layer: may bring along what is shared by all layers (rotation, documents).
         x: its input.
         routing_override: for the first pass.
         parameters: all that it uses.

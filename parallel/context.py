@@ -14,7 +14,7 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from isozyme.core.context import ContextMethod
+from isozyme.core.context import ContextMethod, KernelName
 from isozyme.parallel.communicator import Communicator
 from isozyme.parallel.context_allgather import allgather_attention
 from isozyme.parallel.context_layout import ContextLayout
@@ -44,7 +44,10 @@ METHODS: MappingProxyType[ContextMethod, ContextAttention] = MappingProxyType(
 
 
 def plan_context(
-    comm: Communicator, layout: ContextLayout, documents: Int[Tensor, "B S"] | None = None
+    comm: Communicator,
+    layout: ContextLayout,
+    documents: Int[Tensor, "B S"] | None = None,
+    kernel: KernelName = "torch",
 ) -> ContextPlan:
     """What attention needs to know about a micro-batch, the same for every layer.
 
@@ -53,9 +56,10 @@ def plan_context(
         layout: which tokens each of its ranks holds.
         documents: numbers of the packed documents of the *whole* windows, the same on all ranks, in runs of
             equal numbers; None if each window is one document. Reads the device once, if given.
+        kernel: what computes whole windows, and what tiles prefer; of `choose_attention`.
     """
     found = Documents.one(layout.window) if documents is None else Documents.of(documents)
-    return ContextPlan(comm=comm, layout=layout, documents=found, packed=documents is not None)
+    return ContextPlan(comm=comm, layout=layout, documents=found, packed=documents is not None, kernel=kernel)
 
 
 def whole_window_attention(

@@ -46,7 +46,7 @@ def allgather_attention(
 class _AllGather(Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan) -> Tensor:
-        partial = PartialAttention(q)
+        partial = PartialAttention(q, plan.tile_kernel)
         partial.add(*_gather(k, v, plan), plan.tiles_with_whole())
         out = partial.out.to(q.dtype)
         ctx.plan = plan
@@ -58,7 +58,7 @@ class _AllGather(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, out, logsumexp = ctx.saved_tensors
         plan: ContextPlan = ctx.plan
-        grads = PartialGradients(grad, q, out, logsumexp)
+        grads = PartialGradients(grad, q, out, logsumexp, plan.tile_kernel)
         whole_k, whole_v = _gather(k, v, plan)
         of_k, of_v = (torch.zeros_like(x, dtype=logsumexp.dtype) for x in (whole_k, whole_v))
         grads.add(whole_k, whole_v, of_k, of_v, plan.tiles_with_whole())

@@ -1,7 +1,8 @@
 """Attention of one tile, with the log-sum-exp that lets tiles be merged, and its backward.
 
-Two kernels of one signature. `dense` is plain arithmetic in at least fp32: the meaning, on any device and in
-fp64. `flash` is the FlashAttention kernel that ships with torch, for half precision on CUDA.
+Three kernels of one signature. `dense` is plain arithmetic in at least fp32: the meaning, on any device and
+in fp64. `flash` is the FlashAttention kernel that ships with torch, for half precision on CUDA, and `cudnn`
+that of cuDNN, which builds a plan for each new shape and so is for tiles whose shapes come again.
 
 The backward of a tile takes the output and the log-sum-exp of the *whole* row, over all its tiles: then
 `exp(logits - logsumexp)` are the true probabilities, and the gradients of the tiles simply add up (Dao 2023,
@@ -18,6 +19,8 @@ import torch
 from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
+
+from isozyme.core.context import KernelName
 
 TILE_ELEMENTS = 2**24
 """Logits that the dense kernel holds at once: 64 MiB in fp32."""
@@ -39,8 +42,15 @@ class Kernel:
     """The most queries and the most keys of one tile; None if the kernel holds no logits."""
 
 
-def choose_kernel(q: Float[Tensor, "B L N D"]) -> Kernel:
-    """FlashAttention where it can run (CUDA, half precision, a head width of 8, 16, … 256), else dense."""
+def choose_kernel(q: Float[Tensor, "B L N D"], preferred: KernelName = "torch") -> Kernel:
+    """FlashAttention where it can run (CUDA, half precision, a head width of 8, 16, … 256), else dense.
+
+    Args:
+        q: queries.
+        preferred: `cudnn` takes cuDNN instead, which `attention_kernels.kernel_problems` must allow.
+    """
+    if preferred == "cudnn":
+        return Kernel(name="cudnn", forward=cudnn, backward=cudnn_backward, max_rows=None)
     windows, _, heads, width = q.shape
     if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and width % 8 == 0 and width <= 256:
         return Kernel(name="flash", forward=flash, backward=flash_backward, max_rows=None)
@@ -121,6 +131,49 @@ def flash_backward(
     no_dropout = torch.zeros(2, dtype=torch.int64, device=q.device)
     grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
         *heads_first, rows, None, None, q.shape[1], k.shape[1], 0.0, causal, no_dropout, no_dropout
+    )
+    grad_q, grad_k, grad_v = (rearrange(x, "b n l d -> b l n d") for x in grads)
+    return grad_q, grad_k, grad_v
+
+
+def cudnn(
+    q: Float[Tensor, "B L N D"], k: Float[Tensor, "B T M D"], v: Float[Tensor, "B T M D"], causal: bool
+) -> tuple[Float[Tensor, "B L N D"], Float[Tensor, "B L N"]]:
+    """`dense` by cuDNN: half-precision inputs, fp32 accumulation."""
+    heads_first = [rearrange(x, "b l n d -> b n l d") for x in (q, k, v)]
+    out, logsumexp, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        *heads_first, None, True, 0.0, causal
+    )
+    wide: Tensor = rearrange(out, "b n l d -> b l n d").float()
+    return wide, rearrange(logsumexp, "b n l 1 -> b l n")
+
+
+def cudnn_backward(
+    grad: Float[Tensor, "B L N D"],
+    q: Float[Tensor, "B L N D"],
+    k: Float[Tensor, "B T M D"],
+    v: Float[Tensor, "B T M D"],
+    out: Float[Tensor, "B L N D"],
+    logsumexp: Float[Tensor, "B L N"],
+    causal: bool,
+) -> tuple[Float[Tensor, "B L N D"], Float[Tensor, "B T M D"], Float[Tensor, "B T M D"]]:
+    """`dense_backward` by cuDNN, in the inputs' dtype."""
+    # It asks for one layout of the output and of its gradient, which may be slices of larger tensors.
+    heads_first = [rearrange(x, "b l n d -> b n l d") for x in (grad.contiguous(), q, k, v, out.contiguous())]
+    rows = rearrange(logsumexp, "b l n -> b n l 1").contiguous()
+    no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
+    no_bias, no_documents = None, (None, None)
+    grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        *heads_first,
+        rows,
+        no_dropout,
+        no_dropout,
+        no_bias,
+        *no_documents,
+        q.shape[1],
+        k.shape[1],
+        0.0,
+        causal,
     )
     grad_q, grad_k, grad_v = (rearrange(x, "b n l d -> b l n d") for x in grads)
     return grad_q, grad_k, grad_v

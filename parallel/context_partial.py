@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from isozyme.core.context import KernelName
 from isozyme.parallel.context_kernels import choose_kernel
 from isozyme.parallel.context_tiles import Tile, subdivided
 
@@ -22,11 +23,12 @@ class PartialAttention:
 
     Args:
         q: this rank's queries.
+        kernel: of the tiles, if it is to be cuDNN's.
     """
 
-    def __init__(self, q: Float[Tensor, "B L N D"]) -> None:
+    def __init__(self, q: Float[Tensor, "B L N D"], kernel: KernelName = "torch") -> None:
         wide = torch.promote_types(q.dtype, torch.float32)
-        self._q, self._kernel = q, choose_kernel(q)
+        self._q, self._kernel = q, choose_kernel(q, kernel)
         self.out = torch.zeros(q.shape, dtype=wide, device=q.device)
         self.logsumexp = torch.full(q.shape[:-1], -math.inf, dtype=wide, device=q.device)
 
@@ -60,6 +62,7 @@ class PartialGradients:
         q: this rank's queries.
         out: the output, over all keys.
         logsumexp: over all keys.
+        kernel: as for `PartialAttention`.
     """
 
     def __init__(
@@ -68,8 +71,9 @@ class PartialGradients:
         q: Float[Tensor, "B L N D"],
         out: Float[Tensor, "B L N D"],
         logsumexp: Float[Tensor, "B L N"],
+        kernel: KernelName = "torch",
     ) -> None:
-        self._saved, self._kernel = (grad.contiguous(), q, out, logsumexp), choose_kernel(q)
+        self._saved, self._kernel = (grad.contiguous(), q, out, logsumexp), choose_kernel(q, kernel)
         self.q = torch.zeros(q.shape, dtype=logsumexp.dtype, device=q.device)
 
     def add(

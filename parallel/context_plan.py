@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from isozyme.core.context import KernelName
+from isozyme.parallel.attention_kernels import fitting
 from isozyme.parallel.communicator import Communicator
 from isozyme.parallel.context_layout import ContextLayout, Segment
 from isozyme.parallel.context_tiles import Documents, Tile, tiles
@@ -20,6 +22,15 @@ class ContextPlan:
     documents: Documents
     packed: bool = True
     """Whether a window may hold several documents."""
+    kernel: KernelName = "torch"
+    """What computes whole windows, and what tiles prefer."""
+
+    @property
+    def tile_kernel(self) -> KernelName:
+        """What computes tiles: not cuDNN if documents make ever new shapes."""
+        if self.packed and self.kernel == "cudnn":
+            return "flash"
+        return fitting(self.kernel, min(part.length for part in self.layout.segments(self.comm.rank)))
 
     @property
     def whole(self) -> tuple[Segment, ...]:

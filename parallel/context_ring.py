@@ -47,7 +47,7 @@ def ring_attention(
 class _Ring(Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan) -> Tensor:
-        comm, partial = plan.comm, PartialAttention(q)
+        comm, partial = plan.comm, PartialAttention(q, plan.tile_kernel)
         held = torch.stack([k, v])
         for step in range(comm.size):
             coming = _pass_on(held, comm) if step < comm.size - 1 else Finished(None)
@@ -64,7 +64,7 @@ class _Ring(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, out, logsumexp = ctx.saved_tensors
         plan: ContextPlan = ctx.plan
-        comm, grads = plan.comm, PartialGradients(grad, q, out, logsumexp)
+        comm, grads = plan.comm, PartialGradients(grad, q, out, logsumexp, plan.tile_kernel)
         held = torch.stack([k, v])
         # The gradient of the held keys follows them one step behind: it is complete only after their tile.
         arriving: Pending = Finished([torch.zeros(held.shape, dtype=logsumexp.dtype, device=q.device)])

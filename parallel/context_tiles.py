@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
-import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from isozyme.core.batch import document_lengths
 from isozyme.parallel.context_layout import Segment
 
 Span = tuple[int, int]
@@ -46,16 +46,15 @@ class Documents:
     @staticmethod
     def of(documents: Int[Tensor, "B S"]) -> Documents:
         """A document is a run of equal numbers. Reads the device once (where documents begin)."""
-        length = documents.shape[1]
-        begins = torch.ones_like(documents, dtype=torch.bool)
-        begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
-        starts: list[list[int]] = [[] for _ in range(documents.shape[0])]
-        for window, place in begins.nonzero().tolist():
-            starts[window].append(place)
+        return Documents.of_lengths(document_lengths(documents))
+
+    @staticmethod
+    def of_lengths(lengths: Sequence[Sequence[int]]) -> Documents:
+        """From the lengths of the documents of each window, in order."""
         return Documents(
             tuple(
-                (slice(window, window + 1), tuple(pairwise([*found, length])))
-                for window, found in enumerate(starts)
+                (slice(window, window + 1), tuple(pairwise(accumulate(found, initial=0))))
+                for window, found in enumerate(lengths)
             )
         )
 

@@ -6,20 +6,16 @@ the tokens back (Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv:2309.14509).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
 from isozyme.core.context import head_problems
 from isozyme.core.errors import Rules
+from isozyme.parallel.attention_kernels import attend, fitting
+from isozyme.parallel.attention_packed import tiled_attention
 from isozyme.parallel.collectives import all_to_all
-from isozyme.parallel.context_partial import PartialAttention, PartialGradients
 from isozyme.parallel.context_plan import ContextPlan
 
 
@@ -68,32 +64,7 @@ def _for_ranks(x: Float[Tensor, "B L M D"], size: int) -> Float[Tensor, "B L R D
 
 
 def _whole_window(q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan) -> Tensor:
-    """Attention inside one rank: torch's own kernels for one document, tiles for several."""
+    """Attention inside one rank, which has whole windows of some heads."""
     if plan.packed:
-        out: Tensor = _Tiled.apply(q, k, v, plan)  # type: ignore[no-untyped-call]
-        return out
-    q, k, v = (rearrange(x, "b s n d -> b n s d") for x in (q, k, v))
-    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-    return rearrange(mixed, "b n s d -> b s n d")
-
-
-class _Tiled(Function):
-    """Attention inside the documents of whole windows, without communication."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan) -> Tensor:
-        partial = PartialAttention(q)
-        partial.add(k, v, plan.tiles_of_whole())
-        out = partial.out.to(q.dtype)
-        ctx.plan = plan
-        ctx.save_for_backward(q, k, v, out, partial.logsumexp)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v, out, logsumexp = ctx.saved_tensors
-        grads = PartialGradients(grad, q, out, logsumexp)
-        of_k, of_v = (torch.zeros(x.shape, dtype=logsumexp.dtype, device=x.device) for x in (k, v))
-        grads.add(k, v, of_k, of_v, ctx.plan.tiles_of_whole())
-        return grads.q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype), None
+        return tiled_attention(q, k, v, tuple(plan.tiles_of_whole()))
+    return attend(q, k, v, fitting(plan.kernel, plan.layout.window))

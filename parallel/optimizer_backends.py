@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isozyme.core.accelerators import Probe, apex_fused_adam, te_fused_adam
+from isozyme.core.accelerators import Choice, Probe, apex_fused_adam, te_fused_adam
 from isozyme.core.config import OptimConfig
 from isozyme.core.errors import BackendError
 
@@ -27,17 +27,6 @@ class Slot:
     exp_avg: Tensor
     exp_avg_sq: Tensor
     decay: bool
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Which implementation runs, and why not the others."""
-
-    name: str
-    why: str
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.why})"
 
 
 class AdamW:

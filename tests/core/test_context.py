@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isozyme.core.context import AttentionConfig, ContextOrder, head_problems, window_problems
+from isozyme.core.context import AttentionConfig, ContextMethod, ContextOrder, head_problems, window_problems
 
 
 @pytest.mark.parametrize(("window", "order", "rest"), [(20, "zigzag", 4), (18, "contiguous", 2)])
@@ -38,3 +38,18 @@ def test_every_rule_is_told_at_once_and_only_where_it_matters() -> None:
     assert len(AttentionConfig(context="ring").problems(**sizes)) == 1
     assert not AttentionConfig(context="ring", context_order="contiguous").problems(**sizes)
     assert not AttentionConfig(context="ulysses").problems(**{**sizes, "cp": 1})
+
+
+@pytest.mark.parametrize(
+    ("window", "cp", "method", "multiple"),
+    [(192, 1, "allgather", 128), (640, 2, "ring", 512), (192, 2, "ulysses", 128)],
+)
+def test_cudnn_by_name_is_refused_for_lengths_that_it_must_fill_up(
+    window: int, cp: int, method: ContextMethod, multiple: int
+) -> None:
+    sizes = {"cp": cp, "tp": 1, "num_heads": 4, "num_kv_heads": 4}
+    named = AttentionConfig(kernel="cudnn", context=method)
+    (message,) = named.problems(window=window, **sizes)
+    assert f"multiple of {multiple}" in message
+    assert not named.problems(window=multiple, **sizes)
+    assert not AttentionConfig(context=method).problems(window=window, **sizes)

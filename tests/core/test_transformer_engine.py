@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -102,3 +102,29 @@ def test_without_cuda_nothing_is_imported(pretend, monkeypatch):
 def test_an_absent_package_is_said_to_be_absent(monkeypatch):
     monkeypatch.setattr(transformer_engine.importlib.util, "find_spec", lambda name: None)
     assert why_not() == "transformer_engine is not installed"
+
+
+def test_its_norm_saves_what_its_backward_takes(monkeypatch):
+    """With the functions of the compiled module written out: the order of arguments, and both gradients."""
+
+    def forward(x, weight, eps, out, quantizer, dtype, sm_margin, zero_centered):
+        assert (x.dim(), out, quantizer, dtype, sm_margin, zero_centered) == (2, None, None, 7, 0, False)
+        scale = (x.square().mean(1) + eps).rsqrt()
+        return x * scale[:, None] * weight, None, scale
+
+    def backward(grad, x, scale, weight, sm_margin, zero_centered):
+        assert (grad.is_contiguous(), sm_margin, zero_centered) == (True, 0, False)
+        normed, inner = x * scale[:, None], grad * weight
+        of_x = scale[:, None] * (inner - normed * (inner * normed).mean(1, keepdim=True))
+        return of_x, (grad * normed).sum(0)
+
+    dtypes = SimpleNamespace(kFloat32=7, kFloat16=8, kBFloat16=9)
+    compiled = SimpleNamespace(rmsnorm_fwd=forward, rmsnorm_bwd=backward, DType=dtypes)
+    monkeypatch.setattr(transformer_engine, "kernels", lambda: compiled)
+    x, weight = torch.randn(2, 3, 8, requires_grad=True), torch.rand(8, requires_grad=True)
+    ours = transformer_engine.rms_norm(x, weight, 1e-5)
+    theirs = torch.nn.functional.rms_norm(x, (8,), weight, 1e-5)
+    upstream = torch.randn(3, 2, 8).transpose(0, 1)
+    found, expected = (torch.autograd.grad(y, (x, weight), upstream) for y in (ours, theirs))
+    for one, other in zip((ours, *found), (theirs, *expected), strict=True):
+        torch.testing.assert_close(one, other)

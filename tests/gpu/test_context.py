@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from isozyme.core.context import ContextMethod
+from isozyme.core.context import ContextMethod, KernelName
 from isozyme.parallel.context import METHODS, plan_context, whole_window_attention
 from isozyme.parallel.context_kernels import choose_kernel
 from isozyme.parallel.context_layout import ContextLayout
@@ -24,13 +24,21 @@ def _inputs(window: int, heads: int, key_heads: int, width: int) -> list[Tensor]
     ]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("dtype", "kernel"),
+    [
+        (torch.bfloat16, "cudnn"),
+        (torch.bfloat16, "flash"),
+        (torch.float32, "torch"),
+        (torch.float64, "torch"),
+    ],
+)
 @pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
 @pytest.mark.parametrize("method", METHOD_NAMES)
 def test_output_and_gradients_equal_the_slow_twin(
-    method: ContextMethod, packed: bool, dtype: torch.dtype
+    method: ContextMethod, packed: bool, dtype: torch.dtype, kernel: KernelName
 ) -> None:
-    window, size = 512, 4
+    window, size = 1024, 4
     *whole, weight = (x.to(dtype) for x in _inputs(window, 8, 4, 64))
     assert choose_kernel(whole[0]).name == ("flash" if dtype == torch.bfloat16 else "dense")
     documents = None
@@ -44,7 +52,7 @@ def test_output_and_gradients_equal_the_slow_twin(
 
     def program(world: SimulatedWorld) -> list[Tensor]:
         q, k, v = (layout.part(x, world.rank).clone().requires_grad_() for x in whole)
-        out = METHODS[method](q, k, v, plan_context(world.whole("cp"), layout, documents))
+        out = METHODS[method](q, k, v, plan_context(world.whole("cp"), layout, documents, kernel))
         (out * layout.part(weight, world.rank)).sum().backward()
         return [out.detach(), *(x.grad for x in (q, k, v) if x.grad is not None)]
 
@@ -57,9 +65,12 @@ def test_output_and_gradients_equal_the_slow_twin(
         assert float((ours.double() - reference).norm() / reference.norm()) < tolerance
 
 
+@pytest.mark.parametrize("kernel", ["cudnn", "flash"])
 @pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
 @pytest.mark.parametrize("method", METHOD_NAMES)
-def test_a_window_of_131072_tokens_fits_at_two_ranks(method: ContextMethod, packed: bool) -> None:
+def test_a_window_of_131072_tokens_fits_at_two_ranks(
+    method: ContextMethod, packed: bool, kernel: KernelName
+) -> None:
     """Both ranks share this GPU. The logits of one head alone would take 16 GiB a rank in bf16."""
     window = 131_072
     layout = ContextLayout(window=window, size=2)
@@ -72,7 +83,7 @@ def test_a_window_of_131072_tokens_fits_at_two_ranks(method: ContextMethod, pack
             torch.randn(1, layout.local_length, n, 128, device="cuda", dtype=torch.bfloat16).requires_grad_()
             for n in (8, 2, 2)
         )
-        out = METHODS[method](q, k, v, plan_context(world.whole("cp"), layout, documents))
+        out = METHODS[method](q, k, v, plan_context(world.whole("cp"), layout, documents, kernel))
         out.sum().backward()
         assert q.grad is not None
         return bool(out.isfinite().all() and q.grad.isfinite().all())

@@ -86,6 +86,10 @@ def test_a_named_backend_that_is_not_there_is_refused_with_its_reason() -> None:
     text = refusal(machine(1), "device=cuda", "optim.implementation=apex")
     assert "no apex here" in text
     assert "device=cpu" in refusal(machine(), "optim.implementation=te")
+    text = refusal(machine(), "model.attention.kernel=flash", "model.norm=apex")
+    assert "lacks 2 things" in text
+    assert "model.attention.kernel=flash; it runs on NVIDIA GPUs: device=cpu" in text
+    assert "model.norm=apex" in text
 
 
 def test_everything_that_is_lacking_is_listed_together() -> None:

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from isozyme.models.attention import Attention, Context, attend, document_mask
+from isozyme.models.attention import Attention, Context
 from isozyme.parallel.shard_spec import spec_of
 from tests.models.common import builder, random_batch, tiny
 
@@ -41,7 +41,8 @@ def _qkv(heads: int, kv_heads: int) -> list[torch.Tensor]:
 def test_attention_equals_one_query_at_a_time_in_value_and_gradient(kv_heads: int, packed: bool) -> None:
     q, k, v = _qkv(4, kv_heads)
     documents = DOCUMENTS if packed else torch.zeros_like(DOCUMENTS)
-    fast = attend(q, k, v, document_mask(documents) if packed else None)
+    batch = random_batch(documents=documents, packed=packed)
+    fast = Context.of(batch, tiny().model, q.dtype).mix(q, k, v)
     slow = _slow(q, k, v, documents)
     torch.testing.assert_close(fast, slow)
     upstream = torch.randn_like(fast)
@@ -51,13 +52,6 @@ def test_attention_equals_one_query_at_a_time_in_value_and_gradient(kv_heads: in
         strict=True,
     ):
         torch.testing.assert_close(one, other)
-
-
-def test_mask_of_one_document_equals_the_causal_path() -> None:
-    q, k, v = _qkv(4, 2)
-    torch.testing.assert_close(
-        attend(q, k, v, document_mask(torch.zeros(2, 16, dtype=torch.long))), attend(q, k, v, None)
-    )
 
 
 def test_grouped_heads_equal_multi_head_attention_with_repeated_weights() -> None:
@@ -75,10 +69,18 @@ def test_grouped_heads_equal_multi_head_attention_with_repeated_weights() -> Non
     torch.testing.assert_close(grouped(x, context), full(x, context))
 
 
-def test_context_builds_a_mask_for_packed_windows_only() -> None:
+def test_context_plans_documents_for_packed_windows_only() -> None:
     config = tiny().model
-    assert Context.of(random_batch(), config, torch.float32).mask is None
-    assert Context.of(random_batch(packed=True), config, torch.float32).mask is not None
+    assert Context.of(random_batch(), config, torch.float32).packed is None
+    assert Context.of(random_batch(packed=True), config, torch.float32).packed is not None
+
+
+def test_context_takes_cudnn_for_multiples_of_its_tile_only() -> None:
+    kernels = [
+        Context.of(random_batch(1, length), tiny().model, torch.float32, kernel="cudnn").kernel
+        for length in (128, 192)
+    ]
+    assert kernels == ["cudnn", "flash"]
 
 
 def test_projections_are_cut_by_output_rows_and_the_output_by_input_columns() -> None:

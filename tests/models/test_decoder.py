@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from isozyme.core.config import RunConfig
+from isozyme.core.context import AttentionConfig
 from isozyme.core.errors import BackendError, ConfigError
 from isozyme.models.decoder import Decoder, build_model
 from isozyme.models.types import Chunk, Model
@@ -186,10 +187,20 @@ def test_a_model_cast_after_it_was_built_equals_one_built_so() -> None:
     assert torch.equal(built(batch).loss_sum, cast(batch).loss_sum)
 
 
-def test_the_choices_of_each_expert_layer_are_told() -> None:
+def test_the_choices_of_each_layer_are_told() -> None:
     choices = whole(tiny()).choices
-    assert set(choices) == {f"layers.{i}.moe.{part}" for i in (1, 2) for part in ("dispatcher", "experts")}
+    of_experts = {f"layers.{i}.moe.{part}" for i in (1, 2) for part in ("dispatcher", "experts")}
+    of_all = {f"layers.{i}.{part}" for i in (0, 1, 2) for part in ("attention", "norm")}
+    assert set(choices) == of_experts | of_all
     assert "loop" in choices["layers.1.moe.experts"]
+    assert choices["layers.0.attention"].startswith("torch (")
+    assert choices["layers.0.norm"].startswith("torch (")
+
+
+def test_a_named_attention_kernel_or_norm_that_cannot_run_is_refused() -> None:
+    for changes in ({"attention": AttentionConfig(kernel="flash")}, {"norm": "te"}):
+        with pytest.raises(BackendError, match=r"float64 on cpu|device=cpu"):
+            whole(tiny(**changes))
 
 
 def test_a_precision_that_no_backend_has_is_refused() -> None:

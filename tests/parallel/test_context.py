@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from isozyme.core.context import ContextMethod, ContextOrder
+from isozyme.core.context import ContextMethod, ContextOrder, KernelName
 from isozyme.core.errors import ConfigError
 from isozyme.parallel import context_kernels, context_partial
 from isozyme.parallel.communicator import SingleCommunicator
@@ -103,8 +103,8 @@ def test_tiles_smaller_than_a_chunk_change_nothing(
 ) -> None:
     case = make_case(4, 2, packed=True)
 
-    def small(q: Tensor) -> context_kernels.Kernel:
-        return replace(context_kernels.choose_kernel(q), max_rows=3)
+    def small(q: Tensor, kernel: KernelName) -> context_kernels.Kernel:
+        return replace(context_kernels.choose_kernel(q, kernel), max_rows=3)
 
     monkeypatch.setattr(context_partial, "choose_kernel", small)
     assert largest_error(case, run(case, method, 2, "zigzag")) < 1e-12
@@ -282,3 +282,31 @@ def test_a_mask_of_the_other_layout_is_caught(method: ContextMethod) -> None:
 
     found = zigzag.restore(torch.cat(simulate(2, program), dim=1))
     assert float((found.detach() - case.expected[0]).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("window", "packed", "kernel", "expected"),
+    [
+        (1024, False, "cudnn", "cudnn"),
+        (1024, True, "cudnn", "flash"),
+        (768, False, "cudnn", "flash"),  # chunks of 192 tokens
+        (1024, False, "flash", "flash"),
+    ],
+)
+def test_cudnn_takes_tiles_of_its_own_size_whose_shapes_come_again(
+    window: int, packed: bool, kernel: KernelName, expected: KernelName
+) -> None:
+    documents = torch.zeros(1, window, dtype=torch.long) if packed else None
+    plan = plan_context(SingleCommunicator(), ContextLayout(window=window, size=2), documents, kernel)
+    assert plan.tile_kernel == expected
+
+
+@pytest.mark.parametrize("name", ["cudnn", "flash"])
+def test_kernels_of_tiles_give_the_shapes_of_the_dense_one(name: str) -> None:
+    """On tensors without values: what the operators take and give, in this release of torch."""
+    forward, backward = (getattr(context_kernels, each) for each in (name, f"{name}_backward"))
+    q, k = (torch.empty(2, 256, n, 64, dtype=torch.bfloat16, device="meta")[:, :128] for n in (4, 2))
+    out, logsumexp = forward(q, k, k, False)
+    assert (out.shape, logsumexp.shape) == (q.shape, q.shape[:-1])
+    grads = backward(torch.empty_like(q), q, k, k, out.bfloat16(), logsumexp, False)
+    assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]
