@@ -2,21 +2,20 @@
 
 Training draws on the CPU, so that a weight's initial value depends on its global name alone; for billions of
 weights that takes a minute, and speed does not depend on the values. Here the model is built without values,
-gets memory on the device, and each shard is filled there.
+and each shard is filled on its device.
 """
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from isozyme.core.config import RunConfig
 from isozyme.core.initialisation import name_key
 from isozyme.models.decoder import Decoder, build_model
 from isozyme.models.types import Chunk
-from isozyme.moe.experts.experts import Experts
 from isozyme.parallel.process_groups import ProcessGroups
-from isozyme.parallel.shard_spec import attach, named_shards, spec_of
+from isozyme.parallel.shard_spec import named_shards
 
 
 def device_filled_model(
@@ -26,43 +25,14 @@ def device_filled_model(
 
     All replicas of a shard hold the same values; another layout has others.
     """
-    model = build_model(config, groups, chunk, torch.device("meta"), dtype)
-    materialise(model, device)
+    model = build_model(config, groups, chunk, device, dtype, draw=False)
     fill(model, groups, config.seed)
     return model
 
 
-def materialise(module: nn.Module, device: torch.device) -> None:
-    """Give every tensor of a module on the meta device memory on `device`, not initialised.
-
-    Unlike `to_empty`, it keeps what is shared between modules shared, and the specs; expert backends are
-    chosen now.
-    """
-    _materialise(module, device, {})
-
-
-def _materialise(module: nn.Module, device: torch.device, made: dict[int, Tensor]) -> None:
-    if isinstance(module, Experts):  # knows how to keep its stacks together
-        module.to_empty(device=device)
-        return
-    for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-        if id(parameter) not in made:
-            made[id(parameter)] = nn.Parameter(
-                torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad
-            )
-            attach(made[id(parameter)], spec_of(parameter))
-        setattr(module, name, made[id(parameter)])
-    for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-        new = torch.empty_like(buffer, device=device)
-        attach(new, spec_of(buffer))
-        setattr(module, name, new)
-    for child in module.children():
-        _materialise(child, device, made)
-
-
 @torch.no_grad()
 def fill(model: nn.Module, groups: ProcessGroups, seed: int) -> None:
-    """Fill every shard as its spec says, by a generator of its device that the shard's place seeds."""
+    """Draw every shard as its spec says, by a generator of its device that the shard's place seeds."""
     generators: dict[torch.device, torch.Generator] = {}
     for name, tensor, spec in named_shards(model):
         if spec.init.kind == "constant":

@@ -22,7 +22,7 @@ from isozyme.core.config import RunConfig
 from isozyme.launch.bench_agreement import disagreement, relative_errors
 from isozyme.launch.bench_layer import Row
 from isozyme.launch.bench_measure import Timing, free, time_interleaved
-from isozyme.launch.bench_model import fill, materialise
+from isozyme.launch.bench_model import fill
 from isozyme.launch.bench_overlap import Order
 from isozyme.launch.bench_problem import Outcome
 from isozyme.launch.bench_routing import choose_ids
@@ -87,14 +87,13 @@ class _Rung:
             name="moe",
             hidden=model.hidden,
             groups=groups,
-            seed=config.seed,
+            seed=None,
             init_std=model.hidden**-0.5,
             output_std=model.moe.ffn**-0.5,
             precision=config.precision,
-            device="meta",
+            device=device,
             dtype=dtype,
         )
-        materialise(self.layer, device)
         fill(self.layer, groups, config.seed)
         self.buffer = GradientBuffer(self.layer.parameters(), groups)
 

@@ -24,7 +24,8 @@ class Builder:
     """What every module of one model needs to make its parameters on this rank."""
 
     groups: ProcessGroups
-    seed: int
+    seed: int | None
+    """None: see `isozyme.parallel.parameters.local_initial_value`."""
     device: torch.device
     dtype: torch.dtype
     precision: Precision | None = None

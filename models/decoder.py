@@ -32,7 +32,13 @@ from isozyme.parallel.tensor import from_sequence, gather_tokens, sequence_part
 
 
 def build_model(
-    config: RunConfig, groups: ProcessGroups, chunk: Chunk, device: torch.device, dtype: torch.dtype
+    config: RunConfig,
+    groups: ProcessGroups,
+    chunk: Chunk,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    draw: bool = True,
 ) -> Decoder:
     """One chunk of the decoder on this rank: the `ModelFactory` of this package.
 
@@ -45,6 +51,7 @@ def build_model(
         chunk: the layers to build, and whether with embedding and head.
         device: where the parameters live.
         dtype: of the parameters (buffers may ask for more).
+        draw: whether random weights get their initial values; else they are left to someone who fills them.
 
     Raises:
         ConfigError: if the model's configuration is broken or cannot be cut at this layout, or the chunk
@@ -62,7 +69,13 @@ def build_model(
         f"Choose them from 0 to {depth - 1}.",
     )
     rules.raise_if_broken()
-    builder = Builder(groups=groups, seed=config.seed, device=device, dtype=dtype, precision=config.precision)
+    builder = Builder(
+        groups=groups,
+        seed=config.seed if draw else None,
+        device=device,
+        dtype=dtype,
+        precision=config.precision,
+    )
     return Decoder(builder, model, chunk)
 
 

@@ -31,7 +31,7 @@ class MoELayer(nn.Module):
         name: global name, such as `layers.3.moe`.
         hidden: H, the width of a token.
         groups: the communicators of this rank.
-        seed: seed of the model.
+        seed: seed of the model; None leaves random weights unset, for someone who fills them.
         init_std: standard deviation of the router's and the gate-up weights.
         output_std: standard deviation of the down projections.
         precision: precision of the experts' GEMMs; that of `dtype` if None.
@@ -55,7 +55,7 @@ class MoELayer(nn.Module):
         name: str,
         hidden: int,
         groups: ProcessGroups,
-        seed: int,
+        seed: int | None,
         init_std: float = 0.02,
         output_std: float = 0.02,
         precision: Precision | None = None,

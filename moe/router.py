@@ -77,7 +77,7 @@ class Router(PreciseBuffers):
         name: str,
         hidden: int,
         groups: ProcessGroups,
-        seed: int,
+        seed: int | None,
         init_std: float = 0.02,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,

@@ -44,7 +44,7 @@ class SharedExpert(nn.Module):
         hidden: int,
         ffn: int,
         groups: ProcessGroups,
-        seed: int,
+        seed: int | None,
         init_std: float,
         output_std: float,
         device: torch.device | str = "cpu",

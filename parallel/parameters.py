@@ -11,15 +11,24 @@ from isozyme.parallel.shard_spec import ShardSpec, attach
 
 
 def local_initial_value(
-    spec: ShardSpec, groups: ProcessGroups, *, seed: int, device: torch.device | str, dtype: torch.dtype
+    spec: ShardSpec,
+    groups: ProcessGroups,
+    *,
+    seed: int | None,
+    device: torch.device | str,
+    dtype: torch.dtype,
 ) -> Tensor:
     """This rank's part of the tensor's initial value, the same slice of the same whole at every layout.
 
-    On the meta device there is nothing to draw: the result has shape and dtype alone.
+    Without a seed nothing is drawn: random values are left to someone who fills the memory. So it is on the
+    meta device, where there is nothing to fill.
     """
     kept = dtype if spec.min_dtype is None else torch.promote_types(dtype, spec.min_dtype)
-    if torch.device(device).type == "meta":
-        return torch.empty(spec.local_shape(groups.topology), device=device, dtype=kept)
+    shape = spec.local_shape(groups.topology)
+    if spec.init.kind == "constant":
+        return torch.full(shape, spec.init.value, device=device, dtype=torch.float32).to(kept)
+    if seed is None or torch.device(device).type == "meta":
+        return torch.empty(shape, device=device, dtype=kept)
     value = initial_shard(
         name=spec.name,
         global_shape=spec.global_shape,
@@ -35,7 +44,7 @@ def create_parameter(
     spec: ShardSpec,
     groups: ProcessGroups,
     *,
-    seed: int,
+    seed: int | None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> nn.Parameter:

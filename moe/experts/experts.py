@@ -74,7 +74,7 @@ class Experts(nn.Module):
         hidden: int,
         ffn: int,
         groups: ProcessGroups,
-        seed: int,
+        seed: int | None,
         init_std: float,
         output_std: float,
         backend: str = "auto",

@@ -63,7 +63,8 @@ class ExpertWeights(nn.Module):
         hidden: H.
         ffn: F, before the cut over ETP.
         groups: the communicators of this rank.
-        seed: seed of the model; a weight depends on it and on the global name alone.
+        seed: seed of the model; a weight depends on it and on the global name alone. None: see
+            `isozyme.parallel.parameters.local_initial_value`.
         init_std: standard deviation of gate and up.
         output_std: standard deviation of down.
         device: where the weights are.
@@ -81,7 +82,7 @@ class ExpertWeights(nn.Module):
         hidden: int,
         ffn: int,
         groups: ProcessGroups,
-        seed: int,
+        seed: int | None,
         init_std: float,
         output_std: float,
         device: torch.device | str = "cpu",
@@ -131,7 +132,7 @@ def _stacked_parameters(
     specs: Sequence[ShardSpec],
     groups: ProcessGroups,
     *,
-    seed: int,
+    seed: int | None,
     device: torch.device | str,
     dtype: torch.dtype,
 ) -> nn.ParameterList:

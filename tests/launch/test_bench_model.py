@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
 
 from isozyme.core.config import RunConfig
-from isozyme.core.errors import UsageError
 from isozyme.core.topology import Topology
-from isozyme.launch.bench_model import device_filled_model, materialise
+from isozyme.launch.bench_model import device_filled_model
 from isozyme.launch.bench_steps import our_steps, time_steps
 from isozyme.launch.compose import compose
-from isozyme.models.decoder import build_model
 from isozyme.models.types import Chunk
-from isozyme.moe.experts.experts import Experts
 from isozyme.parallel import parameters
 from isozyme.parallel.communicator import Communicator
 from isozyme.parallel.process_groups import ProcessGroups, SingleWorld
@@ -81,20 +76,6 @@ def test_values_follow_the_specs_and_what_is_shared_stays_shared(monkeypatch: py
             assert float(tensor.detach().float().std()) == pytest.approx(spec.init.value, rel=0.2)
     biases = [tensor for name, (tensor, _) in found.items() if "expert_bias" in name]
     assert [(bias.dtype, int(bias.count_nonzero())) for bias in biases] == [(torch.float32, 0)] * 2
-
-
-def test_experts_on_the_meta_device_wait_with_the_choice_of_a_backend() -> None:
-    run = config("model.moe.experts=te")  # which a CPU has not
-    groups = ProcessGroups(Topology(run.layout), SingleWorld())
-    model = build_model(run, groups, Chunk.whole(2), torch.device("meta"), torch.float32)
-    experts = next(each for each in model.modules() if isinstance(each, Experts))
-    assert "not chosen yet" in experts.choice
-    run_them: Callable[..., Tensor] = experts._function
-    with pytest.raises(UsageError, match="meta device"):
-        run_them()
-    model = build_model(config(), groups, Chunk.whole(2), torch.device("meta"), torch.float32)
-    materialise(model, CPU)
-    assert all("grouped_mm" in e.choice for e in model.modules() if isinstance(e, Experts))
 
 
 @pytest.mark.gpu

@@ -253,6 +253,29 @@ def test_a_table_of_another_kind_is_refused() -> None:
         table_from({"schema": "other"}, "x.json")
 
 
+def test_experts_on_the_meta_device_wait_with_the_choice_of_a_backend() -> None:
+    def experts(backend: str) -> Experts:
+        return Experts(
+            name="m",
+            num_experts=4,
+            hidden=HIDDEN,
+            ffn=FFN,
+            groups=single_groups(),
+            seed=None,
+            init_std=0.5,
+            output_std=0.5,
+            backend=backend,
+            device="meta",
+        )
+
+    waiting = experts("te")  # which a CPU has not
+    assert waiting.backend is None
+    assert "not chosen yet" in waiting.choice
+    with pytest.raises(UsageError, match="meta device"):
+        waiting(make_dispatched([1, 0, 2, 0], dtype=torch.float32))
+    assert experts("auto").to_empty(device="cpu").backend == "grouped_mm"
+
+
 def test_a_named_backend_that_cannot_run_is_refused_with_every_unmet_condition() -> None:
     with pytest.raises(BackendError) as caught:
         choose_backend("grouped_mm", setting(dtype=torch.float64, hidden=7, precision="fp8_block"))

@@ -10,7 +10,7 @@ from isozyme.core.initialisation import Init, initial_shard
 from isozyme.core.topology import Layout, Topology
 from isozyme.parallel.parameters import create_parameter, local_initial_value
 from isozyme.parallel.process_groups import ProcessGroups, SingleWorld
-from isozyme.parallel.shard_spec import ShardSpec, spec_of
+from isozyme.parallel.shard_spec import ShardSpec, dense_spec, spec_of
 from isozyme.parallel.simulated import simulate
 from tests.parallel.sharded_model import build, global_specs, layouts
 
@@ -68,3 +68,13 @@ def test_the_seed_changes_every_random_value():
         local_initial_value(spec, groups, seed=seed, device="cpu", dtype=torch.float32) for seed in (0, 1)
     )
     assert not (one == other).any()
+
+
+def test_without_a_seed_only_constants_are_set():
+    alone = ProcessGroups(Topology(Layout()), SingleWorld())
+    options = {"seed": None, "device": "cpu", "dtype": torch.bfloat16}
+    random = local_initial_value(dense_spec("w", (2, 3), Init.normal(1.0)), alone, **options)
+    assert random.shape == (2, 3)
+    constant = local_initial_value(dense_spec("g", (3,), Init.constant(1.0)), alone, **options)
+    assert constant.tolist() == [1.0, 1.0, 1.0]
+    assert constant.dtype == torch.bfloat16
