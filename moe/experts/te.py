@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from isozyme.core import transformer_engine
 from isozyme.core.config import Precision
+from isozyme.core.errors import BackendError
 from isozyme.core.precision import TRAITS, precision_problems
 from isozyme.moe.experts.arrived import no_rows
 from isozyme.moe.experts.delayed import DelayedGradients, Later, reach
@@ -94,9 +95,10 @@ class TEExperts:
         down = weights.down[0]
         hidden, ffn = down.shape
         count = len(weights.down)
-        options = {"dtype": down.dtype, "delay": delay_wgrad, "cache": cache_quantized}
-        self._gate_up = _EmptyGroupedLinear(self._te, count, hidden, 2 * ffn, **options)
-        self._down = _EmptyGroupedLinear(self._te, count, ffn, hidden, **options)
+        self._gate_up, self._down = (
+            _EmptyGroupedLinear(self._te, down, count, *sizes, delay=delay_wgrad, cache=cache_quantized)
+            for sizes in ((hidden, 2 * ffn), (ffn, hidden))
+        )
 
     def __call__(
         self,
@@ -138,31 +140,36 @@ class _EmptyGroupedLinear:
 
     Args:
         te: the package.
+        like: says the type and the device of the weights.
         count: how many GEMMs.
         inputs: width of a row.
         outputs: width of a result.
-        dtype: type of the weights.
         delay: leave the weights' gradients to `gradient_later`.
         cache: keep quantised weights while a step lasts.
     """
 
     def __init__(
-        self, te: Any, count: int, inputs: int, outputs: int, *, dtype: torch.dtype, delay: bool, cache: bool
+        self, te: Any, like: Tensor, count: int, inputs: int, outputs: int, *, delay: bool, cache: bool
     ) -> None:
         self._module = te.GroupedLinear(
             count,
             inputs,
             outputs,
             bias=False,
-            params_dtype=dtype,
+            params_dtype=like.dtype,
             device="meta",
             delay_wgrad_compute=delay,
         )
+        if cache and not hasattr(self._module, "_fp8_workspaces"):
+            raise BackendError(
+                "experts=te: this version of Transformer Engine keeps quantised weights elsewhere than "
+                "2.20.2 does. Set model.moe.cache_quantized_weights=false."
+            )
         self._delay, self._cached = delay, _StepOfWeights() if cache else None
         self._leaves: tuple[nn.Parameter, ...] = ()
         for index in range(count):
             delattr(self._module, f"weight{index}")
-            setattr(self._module, f"bias{index}", torch.empty(0, dtype=dtype, device="cuda"))
+            setattr(self._module, f"bias{index}", like.new_empty(0))
 
     def __call__(
         self, rows: Float[Tensor, "R I"], splits: list[int], parameters: Sequence[nn.Parameter]

@@ -43,7 +43,7 @@ def _poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def build(backend: str, precision: Precision, dtype: torch.dtype) -> Experts:
+def build(backend: str, precision: Precision, dtype: torch.dtype, **options: bool) -> Experts:
     return Experts(
         name="layers.0.moe",
         num_experts=EXPERTS,
@@ -57,6 +57,7 @@ def build(backend: str, precision: Precision, dtype: torch.dtype) -> Experts:
         precision=precision,
         device="cuda",
         dtype=dtype,
+        **options,
     )
 
 
@@ -194,3 +195,63 @@ def test_the_first_weight_gradient_of_a_step_overwrites_in_transformer_engine_to
         if step:
             assert not any("foreach_zero" in event.key for event in profile.key_averages())
     buffer.close()
+
+
+def trained(experts: Experts) -> list[Tensor]:
+    """Two steps of two micro-batches with an update between: results, gradients of rows, and `main_grad`."""
+    buffer = GradientBuffer(experts.parameters(), ProcessGroups(Topology(Layout()), SingleWorld()))
+    found: list[Tensor] = []
+    for _ in range(2):
+        buffer.zero()
+        for rows in (300, 77):
+            arrival = draw(rows, torch.bfloat16)
+            out = experts.on_arrival(arrival, experts.stacks())
+            out.backward(torch.cos(out.detach()))
+            assert arrival.rows.grad is not None
+            assert arrival.probs.grad is not None
+            found += [out.detach(), arrival.rows.grad, arrival.probs.grad]
+        buffer.reduce()
+        found += [p.main_grad.clone() for p in experts.parameters()]
+        with torch.no_grad():
+            for parameter in experts.parameters():
+                parameter.sub_(parameter.main_grad * 1e-3)
+    buffer.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("backend", "precision"),
+    [
+        ("loop", "bf16"),
+        ("grouped_mm", "bf16"),
+        ("grouped_mm_fused", "bf16"),
+        ("te", "bf16"),
+        ("te", "fp8_current"),
+        ("te", "fp8_block"),
+    ],
+)
+def test_delayed_weight_gradients_are_bitwise_those_computed_at_once(
+    backend: str, precision: Precision
+) -> None:
+    unmet = refusal(backend, precision)
+    if unmet is not None:
+        pytest.skip(unmet)
+    both = [build(backend, precision, torch.bfloat16, delay_wgrad=delay) for delay in (False, True)]
+    for one, other in zip(*(trained(experts) for experts in both), strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(*(run(experts, draw(100, torch.bfloat16)) for experts in both), strict=True):
+        assert torch.equal(one, other), "without a gradient buffer"
+
+
+@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("precision", ["fp8_current", "fp8_block", "mxfp8"])
+def test_quantised_weights_kept_over_micro_batches_change_no_bit(precision: Precision, delay: bool) -> None:
+    unmet = refusal("te", precision)
+    if unmet is not None:
+        pytest.skip(unmet)
+    anew, kept = (
+        trained(build("te", precision, torch.bfloat16, cache_quantized=cache, delay_wgrad=delay))
+        for cache in (False, True)
+    )
+    for one, other in zip(anew, kept, strict=True):
+        assert torch.equal(one, other)
