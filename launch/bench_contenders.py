@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from isozyme.core.config import Precision
 from isozyme.core.errors import ConfigError, did_you_mean
@@ -14,23 +14,12 @@ from isozyme.launch.bench_problem import (
     Built,
     Contender,
     Problem,
-    RandomExpertWeights,
     parameters_by_expert,
 )
 from isozyme.moe.dispatch_local import LocalDispatcher
 from isozyme.moe.experts.experts import Experts
 from isozyme.moe.experts.registry import BACKENDS
 from isozyme.moe.types import Routing
-
-
-class GivenExperts(Experts):
-    """The package's experts over weights that exist already."""
-
-    def __init__(self, weights: RandomExpertWeights, backend: str, precision: Precision) -> None:
-        nn.Module.__init__(self)
-        self.weights = weights
-        self._asked, self._precision, self._recompute = backend, precision, False
-        self._choose()
 
 
 def storage_dtype(precision: Precision, device: torch.device) -> torch.dtype:
@@ -44,7 +33,7 @@ def our_contender(backend: str, precision: Precision) -> Contender:
     """One backend of the registry in one precision, with the permutation and its inverse."""
 
     def build(problem: Problem) -> Built:
-        experts = GivenExperts(problem.weights, backend, precision)
+        experts = Experts.over(problem.weights, backend=backend, precision=precision)
         dispatcher = LocalDispatcher()
         routing = Routing(
             topk_ids=problem.topk_ids,

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from isozyme.core.config import Precision, RouterConfig
-from isozyme.launch.bench_contenders import GivenExperts
 from isozyme.launch.bench_problem import Built, Contender, Problem, parameters_by_expert
 from isozyme.moe.dispatch_local import LocalDispatcher
 from isozyme.moe.experts.activation import weighted_swiglu
+from isozyme.moe.experts.experts import Experts
 from isozyme.moe.experts.grouped_mm import grouped_linear
 from isozyme.moe.kernels.router_topk import router_topk
 from isozyme.moe.kernels.row_map import row_map
@@ -48,13 +48,13 @@ def rung(name: str, composition: Composition, precision: Precision) -> Contender
     def build(problem: Problem) -> Built:
         experts = None
         if composition.backend is not None:
-            experts = GivenExperts(problem.weights, composition.backend, precision)
+            experts = Experts.over(problem.weights, backend=composition.backend, precision=precision)
         return _bind(problem, composition, experts)
 
     return Contender(name=name, kind="rung", precision=precision, build=build, includes_router=True)
 
 
-def _bind(problem: Problem, composition: Composition, experts: GivenExperts | None) -> Built:
+def _bind(problem: Problem, composition: Composition, experts: Experts | None) -> Built:
     dispatcher = LocalDispatcher()
     all_kept = torch.ones_like(problem.topk_ids, dtype=torch.bool)
 

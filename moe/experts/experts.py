@@ -86,7 +86,7 @@ class Experts(nn.Module):
         cache_quantized: bool = False,
     ) -> None:
         super().__init__()
-        self.weights = ExpertWeights(
+        weights = ExpertWeights(
             name=name,
             num_experts=num_experts,
             hidden=hidden,
@@ -98,6 +98,36 @@ class Experts(nn.Module):
             device=device,
             dtype=dtype,
         )
+        self._take(
+            weights,
+            backend=backend,
+            precision=precision,
+            recompute=recompute,
+            delay_wgrad=delay_wgrad,
+            cache_quantized=cache_quantized,
+        )
+
+    @classmethod
+    def over(
+        cls, weights: ExpertWeights, *, backend: str = "auto", precision: Precision | None = None
+    ) -> Experts:
+        """Experts that compute with weights that exist already; other settings as by default."""
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made._take(weights, backend=backend, precision=precision)
+        return made
+
+    def _take(
+        self,
+        weights: ExpertWeights,
+        *,
+        backend: str,
+        precision: Precision | None,
+        recompute: bool = False,
+        delay_wgrad: bool = False,
+        cache_quantized: bool = False,
+    ) -> None:
+        self.weights = weights
         self._asked, self._precision, self._recompute = backend, precision, recompute
         self._delay_wgrad, self._cache_quantized = delay_wgrad, cache_quantized
         self.backend: str | None
