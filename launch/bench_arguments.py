@@ -54,9 +54,9 @@ def _add_ablation(to: Parser) -> None:
     to.add_argument(
         "--overlap",
         nargs="+",
-        default=[],
+        default=["model.moe.delay_wgrad=true"],
         metavar="key=value",
-        help="settings that overlap exchange and GEMMs, added one by one over all GPUs",
+        help="settings that overlap exchange and GEMMs, added one by one over all GPUs (%(default)s)",
     )
     to.add_argument(
         "--base", nargs="+", default=[], metavar="key=value", help="settings of every rung of that series"

@@ -41,14 +41,14 @@ def test_gains_are_over_the_rung_before_or_over_all_parts() -> None:
     assert [row.get("gain") for row in with_gains(rows)] == [None, None, 2.0, 4.0, None, 0.5, 0.25]
 
 
-def order(gpus: int, *ladder: str) -> Order:
+def order(gpus: int, *ladder: str, device: str = "cpu", precision: str = "fp32") -> Order:
     return Order.of(
         [shape("h=32,f=48,E=6,k=2", tokens=40)],
         ["hot:0.5", "half-empty"],
         ladder,
         gpus=gpus,
-        device=torch.device("cpu"),
-        precision="fp32",
+        device=torch.device(device),
+        precision=precision,
         effort=Effort(rounds=1, repeats=1),
     )
 
@@ -108,3 +108,21 @@ def test_an_unknown_precision_of_the_last_rung_is_refused() -> None:
     )
     with pytest.raises(ConfigError, match="--low=fp9"):
         bench_ablation(problem, "fp9", Effort())
+
+
+@pytest.mark.gpu(2)
+def test_the_ladder_of_overlap_runs_over_two_gpus() -> None:
+    asked = order(2, "model.moe.delay_wgrad=true", device="cuda", precision="bf16")
+    rows = overlap_rows(asked, lambda _text: None)
+    assert {row.get("reason") for row in rows} == {None}
+    assert [row["status"] for row in rows] == ["ok"] * 4
+
+
+@pytest.mark.gpu
+def test_every_rung_agrees_on_a_gpu_with_every_routing() -> None:
+    size = shape("h=256,f=512,E=8,k=2", tokens=1024)
+    device = torch.device("cuda", 0)
+    for routing in ("balanced", "zipf:1.2", "hot:0.5", "half-empty"):
+        problem = Problem.draw(size, routing, device=device, dtype=torch.bfloat16)
+        rows = bench_ablation(problem, None, Effort(rounds=1, repeats=1, warm_up=1), lambda _text: None)
+        assert {row["name"]: row.get("reason") for row in rows if row["status"] != "ok"} == {}
