@@ -19,16 +19,22 @@ from isozyme.parallel.process_groups import ProcessGroups, SingleWorld
 HIDDEN, FFN, EXPERTS = 64, 96, 8
 pytestmark = pytest.mark.gpu
 
-ROUTERS: dict[str, dict[str, Any]] = {
-    "softmax": {},
-    "softmax with losses": {"aux_loss": 0.01, "z_loss": 0.001},
-    "sigmoid with bias": {"score": "sigmoid", "expert_bias_rate": 0.001},
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "softmax": ({}, {}),
+    "softmax with losses": ({"aux_loss": 0.01, "z_loss": 0.001}, {}),
+    "sigmoid with bias": ({"score": "sigmoid", "expert_bias_rate": 0.001}, {}),
+    "capacity and a shared expert": ({}, {"capacity_factor": 0.75, "shared_ffn": 64}),
+    "delayed weight gradients": ({}, {"delay_wgrad": True}),
 }
+"""Settings of the router and of the layer."""
 
 
-def layer(**router: Any) -> MoELayer:
+def layer(router: dict[str, Any] | None = None, **moe: Any) -> MoELayer:
     config = MoEConfig(
-        router=RouterConfig(num_experts=EXPERTS, topk=2, **router), ffn=FFN, experts="grouped_mm_fused"
+        router=RouterConfig(num_experts=EXPERTS, topk=2, **(router or {})),
+        ffn=FFN,
+        experts="grouped_mm_fused",
+        **moe,
     )
     return MoELayer(
         config,
@@ -92,9 +98,12 @@ def eager(module: MoELayer) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]]:
     return run
 
 
-@pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS.keys())
-def test_replays_with_other_routings_give_the_bits_of_eager_execution(router: dict[str, Any]) -> None:
-    module = layer(**router)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_replays_with_other_routings_give_the_bits_of_eager_execution(
+    case: tuple[dict[str, Any], dict[str, Any]],
+) -> None:
+    router, moe = case
+    module = layer(router, **moe)
     given = list(batches())
     wanted = {name: step(eager(module), module, tokens, valid) for name, tokens, valid in given}
     replay = graphed(module, given[0][1].clone().requires_grad_(), given[0][2])
@@ -130,7 +139,7 @@ def test_weights_that_change_in_place_are_seen_by_the_graph() -> None:
 
 
 def test_forward_and_backward_can_be_captured_in_one_graph() -> None:
-    module = layer(aux_loss=0.01)
+    module = layer({"aux_loss": 0.01})
     given = list(batches())
     static_tokens, static_valid = given[0][1].clone().requires_grad_(), given[0][2].clone()
 
