@@ -91,6 +91,9 @@ class MoEConfig:
     pad_to_capacity: bool = False
     """Exchange fixed-size buffers of exactly the capacity, instead of ragged rows."""
     dispatcher: Literal["auto", "local", "allgather", "alltoall"] = "auto"
+    equal_tokens: bool = False
+    """Say that all ranks hold equally many tokens in every call, as those of a training run do; then the
+    all-gather dispatcher need not ask, and wait for the answer."""
     experts: ExpertBackend = "auto"
     overlap_shared: bool = True
     """Compute the shared expert while rows are exchanged; else after that."""
@@ -116,5 +119,10 @@ class MoEConfig:
         rules.check(
             factor is not None or not self.pad_to_capacity,
             f"pad_to_capacity needs a capacity: {where}.capacity_factor=null. Set it, for instance 1.25.",
+        )
+        rules.check(
+            self.dispatcher == "allgather" or not self.equal_tokens,
+            f"equal_tokens is for the all-gather dispatcher: {where}.equal_tokens=true, "
+            f"{where}.dispatcher={self.dispatcher}. Leave it out, or set dispatcher=allgather.",
         )
         return rules.broken

@@ -14,10 +14,17 @@ from isozyme.moe.placement import ExpertPlacement
 DispatcherName = Literal["auto", "local", "allgather", "alltoall"]
 
 
-def choose_dispatcher(name: DispatcherName, placement: ExpertPlacement) -> tuple[ArrivalDispatcher, str]:
+def choose_dispatcher(
+    name: DispatcherName, placement: ExpertPlacement, *, equal_tokens: bool = False
+) -> tuple[ArrivalDispatcher, str]:
     """The dispatcher of that name, and why that one.
 
     `auto` takes the local one where one rank holds all experts, else the all-to-all.
+
+    Args:
+        name: which.
+        placement: which rank holds which expert.
+        equal_tokens: see `AllGatherDispatcher`.
 
     Raises:
         ConfigError: if `local` is asked for although experts are spread over ranks.
@@ -31,7 +38,7 @@ def choose_dispatcher(name: DispatcherName, placement: ExpertPlacement) -> tuple
     if name == "local":
         return LocalDispatcher(), "local, as asked"
     if name == "allgather":
-        return AllGatherDispatcher(placement), "allgather, as asked"
+        return AllGatherDispatcher(placement, equal_tokens=equal_tokens), "allgather, as asked"
     if name == "alltoall":
         return AllToAllDispatcher(placement), "alltoall, as asked"
     if ranks == 1:

@@ -77,7 +77,9 @@ class MoELayer(nn.Module):
             dtype=dtype,
         )
         self.placement = ExpertPlacement.of(groups, config.router.num_experts)
-        self.dispatcher, self._dispatcher_choice = choose_dispatcher(config.dispatcher, self.placement)
+        self.dispatcher, self._dispatcher_choice = choose_dispatcher(
+            config.dispatcher, self.placement, equal_tokens=config.equal_tokens
+        )
         self.experts = Experts(
             name=name,
             num_experts=config.router.num_experts,

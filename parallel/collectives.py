@@ -166,7 +166,7 @@ class InFlight:
     """A collective that has been started; hand it to `finish`."""
 
     token: Tensor
-    """A scalar that ties the two halves together in the graph; its value means nothing."""
+    """Ties the two halves together in the graph; it has no elements, so that making it launches nothing."""
     state: _Halves
 
 
@@ -320,7 +320,7 @@ class _Start(Function):
     def forward(ctx: Any, x: Tensor, state: _Halves) -> Tensor:
         ctx.state = state
         state.forward = state.forth(x)
-        return x.new_zeros(())
+        return x.new_empty(0)
 
     @staticmethod
     @once_differentiable
@@ -343,7 +343,7 @@ class _Finish(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         ctx.state.backward = ctx.state.back(grad)
-        return grad.new_zeros(()), None
+        return grad.new_empty(0), None
 
 
 def _started(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from isozyme.core.errors import ConfigError, UsageError
+from isozyme.core.errors import CommunicationError, ConfigError, UsageError
 from isozyme.core.topology import Layout, Topology
 from isozyme.moe.dispatch import choose_dispatcher
 from isozyme.moe.dispatch_allgather import AllGatherDispatcher
@@ -133,6 +133,34 @@ def test_all_to_all_sends_only_the_rows_that_others_need() -> None:
     forward = [r.input_sizes for r in rows][1]  # the first exchanges the counts
     assert forward == (4, 2)
     assert run(of, "alltoall").trace is not None
+
+
+def equal_allgather(_: str, placement: ExpertPlacement, __: Case) -> AllGatherDispatcher:
+    return AllGatherDispatcher(placement, equal_tokens=True)
+
+
+def test_ranks_with_equally_many_tokens_need_not_ask_and_unequal_ones_are_found() -> None:
+    equal = case([[(0, 3), (2, 0)], [(1, 2), (3, 1)]], 4, EP2)
+    asked, told = run(equal, "allgather"), run(equal, "", equal_allgather)
+    told.assert_close(asked, 0.0)
+    assert len(told.trace[0]) == len(asked.trace[0]) - 1  # type: ignore[index]
+    with pytest.raises(CommunicationError, match="all_gather"):
+        run(EXTREMES["skewed and ragged"], "", equal_allgather)
+
+
+def test_two_ranks_add_results_in_their_own_type_and_more_in_a_wide_one() -> None:
+    def program(world: SimulatedWorld) -> torch.dtype | None:
+        placement = ExpertPlacement.of(ProcessGroups(Topology(Layout(ep=world.size)), world), 4)
+        dispatcher = AllGatherDispatcher(placement)
+        routing = EXTREMES["every expert chosen"].routing(0)
+        arrival = dispatcher.send(torch.ones(2, 3).bfloat16(), routing)
+        dispatcher.bring_back(arrival.rows, arrival)
+        return None
+
+    for size, dtype in ((2, torch.bfloat16), (4, torch.float32)):
+        _, trace = simulate(size, program, trace=True)
+        assert trace[0][-1].kind == "reduce_scatter"
+        assert trace[0][-1].dtype == dtype
 
 
 def test_work_between_start_and_finish_changes_nothing() -> None:
