@@ -64,7 +64,7 @@ class Optimizer:
             )
         self._backend.step(lr)
         self.updates += 1
-        self._publish()
+        self._publish(copied=self._backend.writes_copies)
 
     def finish(self) -> None:
         """Return when the parameters are those of the last update; see `ShardedOptimizer`."""
@@ -83,7 +83,7 @@ class Optimizer:
         """Go on from state that was copied into the tensors of `state()`, after `updates` updates."""
         self.updates = updates
         self._backend.set_updates(updates)
-        self._publish()
+        self._publish(copied=False)
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
@@ -99,9 +99,9 @@ class Optimizer:
             )
 
     @torch.no_grad()
-    def _publish(self) -> None:
-        """Bring updated masters into the parameters."""
-        if self._rounded:
+    def _publish(self, *, copied: bool) -> None:
+        """Bring updated masters into the parameters, unless the update has done so."""
+        if self._rounded and not copied:
             parameters, masters = zip(*self._rounded, strict=True)
             torch._foreach_copy_(parameters, masters)
 
@@ -122,6 +122,7 @@ class Optimizer:
                 grad=segment.view(group.data),
                 exp_avg=segment.view(exp_avg),
                 exp_avg_sq=segment.view(exp_avg_sq),
+                copy=None if own else parameter.detach(),
                 decay=segment.spec.decay,
             )
             named = {EXP_AVG: slot.exp_avg, EXP_AVG_SQ: slot.exp_avg_sq}

@@ -1,13 +1,16 @@
 """The arithmetic of AdamW: Transformer Engine's, apex's or torch's kernel behind one small interface.
 
 All of them update the same tensors in place: masters, and moments that the optimiser owns. So moments can be
-saved and loaded without asking which kernel was used.
+saved and loaded without asking which kernel was used. Transformer Engine's also rounds masters into
+parameters of lower precision in the same pass, which saves reading them again.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,12 +23,14 @@ from isozyme.core.errors import BackendError
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Slot:
-    """The tensors of one parameter that an update reads and writes; all of one shape and dtype."""
+    """The tensors of one parameter that an update reads and writes; all but `copy` of one shape and dtype."""
 
     master: Tensor
     grad: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
+    copy: Tensor | None = None
+    """The parameter itself, where it is the master rounded to lower precision."""
     decay: bool
 
 
@@ -37,6 +42,11 @@ class AdamW:
         slots: what is updated.
         config: learning rate (overwritten at each step), betas, eps, weight decay.
         step_in_group: whether steps are counted by group (a number) and not by parameter (a tensor).
+        writes_copies: whether the implementation takes the copies as its parameters, and has masters in its
+            state and gradients beside it, as Transformer Engine's can.
+
+    Attributes:
+        writes_copies: whether `step` leaves every copy equal to its rounded master.
     """
 
     def __init__(
@@ -46,25 +56,36 @@ class AdamW:
         config: OptimConfig,
         *,
         step_in_group: bool,
+        writes_copies: bool = False,
     ) -> None:
-        self._step_in_group = step_in_group
+        self._step_in_group, self.writes_copies = step_in_group, writes_copies
         sets = [
             ([slot for slot in slots if slot.decay], config.weight_decay),
             ([slot for slot in slots if not slot.decay], 0.0),
         ]
         groups = [
-            {"params": [slot.master for slot in chosen], "weight_decay": weight}
+            {"params": [self._parameter(slot) for slot in chosen], "weight_decay": weight}
             for chosen, weight in sets
             if chosen
         ]
         self._inner = build(groups, lr=config.lr, betas=config.betas, eps=config.eps) if groups else None
         for slot in slots:
-            slot.master.grad = slot.grad
+            parameter = self._parameter(slot)
             state = {"exp_avg": slot.exp_avg, "exp_avg_sq": slot.exp_avg_sq}
+            if writes_copies:
+                parameter.decoupled_grad = slot.grad  # type: ignore[attr-defined]
+                if parameter is slot.copy:
+                    state["master_param"] = slot.master
+            else:
+                parameter.grad = slot.grad
             if not step_in_group:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=slot.master.device)
             assert self._inner is not None
-            self._inner.state[slot.master] = state
+            self._inner.state[parameter] = state
+
+    def _parameter(self, slot: Slot) -> Tensor:
+        """What the implementation sees as the parameter."""
+        return slot.copy if self.writes_copies and slot.copy is not None else slot.master
 
     def set_updates(self, count: int) -> None:
         """Go on as after `count` updates (for the bias correction)."""
@@ -108,6 +129,18 @@ def _fused(probe: Probe, slots: Sequence[Slot]) -> str | None:
     return None
 
 
+def _bind(probe: Probe, slots: Sequence[Slot], config: OptimConfig) -> tuple[AdamW, str]:
+    """A FusedAdam that was found, and what it does; it writes parameters itself if it can."""
+    assert probe.part is not None
+    kinds = {slot.copy.dtype for slot in slots if slot.copy is not None}
+    known = set(inspect.signature(probe.part).parameters)
+    if len(kinds) != 1 or not {"master_weights", "use_decoupled_grad"} <= known:
+        return AdamW(probe.part, slots, config, step_in_group=True), "updates masters"
+    build = partial(probe.part, master_weights=True, use_decoupled_grad=True)
+    backend = AdamW(build, slots, config, step_in_group=True, writes_copies=True)
+    return backend, f"updates masters and writes {str(kinds.pop()).removeprefix('torch.')} parameters"
+
+
 def choose(
     slots: Sequence[Slot], config: OptimConfig, probes: dict[str, Callable[[], Probe]] | None = None
 ) -> tuple[AdamW, Choice]:
@@ -129,9 +162,9 @@ def choose(
         probe = found[name]()
         reason = _fused(probe, slots)
         if reason is None:
-            assert probe.part is not None
-            why = "; ".join(["named by optim.implementation" if wanted != "auto" else "preferred", *reasons])
-            return AdamW(probe.part, slots, config, step_in_group=True), Choice(name, why)
+            backend, what = _bind(probe, slots, config)
+            named = "named by optim.implementation" if wanted != "auto" else "preferred"
+            return backend, Choice(name, "; ".join([named, what, *reasons]))
         reasons.append(f"not {name}: {reason}")
     if wanted in found:
         raise BackendError(

@@ -98,18 +98,18 @@ class ShardedOptimizer(Optimizer):
             yield from share.slots()
 
     @torch.no_grad()
-    def _publish(self) -> None:
+    def _publish(self, *, copied: bool) -> None:
         """Gather the parameters, each bucket's under way while the one before is copied into place."""
         self.finish()
         if self.gather_ahead:
             rest = [share for share in self._shares if share.bucket.unit is None]
             in_units = [share for share in self._shares if share.bucket.unit is not None]
             for share in (*rest, *reversed(in_units)):
-                share.start_gather()
+                share.start_gather(copied=copied)
                 self._under_way.append(share)
             return
         for share in self._shares:
-            share.start_gather()
+            share.start_gather(copied=copied)
             self._under_way.append(share)
             if len(self._under_way) > 1:
                 self._under_way.popleft().finish_gather()
@@ -167,15 +167,16 @@ class _Share:
                 self.masters[piece.within].copy_(piece.of_parameter())
 
     def slots(self) -> Iterator[Slot]:
-        """What is updated: whole stretches where masters lie flat, else one piece of a parameter each.
+        """What is updated: whole stretches where masters lie flat and are dealt out, else single parameters.
 
         A stretch ends where weight decay begins or ends. What lies between two parameters has no gradient,
-        and stays zero.
+        and stays zero. Where nothing is dealt out, the parameters are the masters' copies.
         """
         stretch: list[_Piece] = []
+        single = self.masters is None or not self.bucket.group.slicers
         for piece in self.pieces:
             decays = piece.segment.spec.decay
-            if stretch and (self.masters is None or decays != stretch[0].segment.spec.decay):
+            if stretch and (single or decays != stretch[0].segment.spec.decay):
                 yield self._slot(stretch)
                 stretch = []
             stretch.append(piece)
@@ -189,6 +190,7 @@ class _Share:
             grad=self.grad[within],
             exp_avg=self.exp_avg[within],
             exp_avg_sq=self.exp_avg_sq[within],
+            copy=None if self.masters is None or self.bucket.group.slicers else stretch[0].of_parameter(),
             decay=stretch[0].segment.spec.decay,
         )
 
@@ -213,10 +215,17 @@ class _Share:
                     yield spec.name, flat[at:end].view(sizes), spec
                 at = end
 
-    def start_gather(self) -> None:
-        """Send this rank's part of the parameters to the other owners."""
-        if not self.bucket.group.slicers and self.masters is None:
-            return  # updated in place, for nobody else
+    def start_gather(self, *, copied: bool) -> None:
+        """Send this rank's part of the parameters to the other owners; without any, update them in place.
+
+        Args:
+            copied: whether the update has rounded masters into parameters that are not dealt out.
+        """
+        if not self.bucket.group.slicers:
+            if self.masters is not None and not copied and self.pieces:
+                masters = [self.masters[piece.within] for piece in self.pieces]
+                torch._foreach_copy_([piece.of_parameter() for piece in self.pieces], masters)
+            return
         part = torch.zeros_like(self.grad, dtype=self._dtype)
         if self.masters is not None:
             part.copy_(self.masters)

@@ -74,6 +74,14 @@ def test_five_steps_on_a_gpu_equal_five_on_the_cpu(implementation, dtype, sharde
     for one, other in zip(module.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(one.cpu().float(), other.float(), rtol=2**-7, atol=atol)
 
+    if implementation == "te" and dtype == torch.bfloat16:
+        assert "writes bfloat16 parameters" in optimizer.choice.why
+    for name, parameter in module.items():
+        master = found_state.get(f"optim.master.{name}")
+        assert (master is None) == (parameter.dtype == torch.float32)
+        if master is not None:
+            assert torch.equal(parameter.detach(), master.to(dtype)), name
+
     everything = [*named_shards(module), *optimizer.state()]
     before = {name: tensor.detach().clone() for name, tensor, _ in everything}
     path = save_checkpoint(tmp_path, 1, everything, groups)

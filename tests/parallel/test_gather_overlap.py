@@ -84,7 +84,7 @@ def _noted(share, log: list[str]) -> None:
     """Write a line when a gather starts, and when it is finished."""
     name = share.bucket.segments[0].spec.name
     start, finish = share.start_gather, share.finish_gather
-    share.start_gather = lambda: (log.append(f"start {name}"), start())[1]
+    share.start_gather = lambda copied: (log.append(f"start {name}"), start(copied=copied))[1]
     share.finish_gather = lambda: (log.append(f"finish {name}"), finish())[1]
 
 
