@@ -18,7 +18,7 @@ from isozyme.parallel.communicator import Pending
 from isozyme.parallel.grad_layout import Segment, agree_on_buckets, stack_in
 from isozyme.parallel.grad_packing import pack
 from isozyme.parallel.grad_reduce import finish_gather, finish_sum, start_gather, start_sum
-from isozyme.parallel.main_grad import MainGradUse, OpenStep, claim, fill, use_of
+from isozyme.parallel.main_grad import MainGradUse, OpenStep, claim, fill, forget, use_of
 from isozyme.parallel.process_groups import ProcessGroups
 
 
@@ -110,10 +110,7 @@ class GradientBuffer:
         for parameter in self._parameters:
             parameter.grad = None
             parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-        claimed = [use_of(parameter).claimed for parameter in self._parameters]
-        for parameter in self._parameters:
-            parameter.main_grad_use = MainGradUse(stale=True)  # type: ignore[attr-defined]
-        fill(p for p, known in zip(self._parameters, claimed, strict=True) if not known)
+        forget(self._parameters)
         self._reduced = False
         self._step.number = self._steps = self._steps + 1
         self._ready.clear()
@@ -122,10 +119,7 @@ class GradientBuffer:
         self._peaks.clear()
 
     def settle(self) -> None:
-        """Fill with zeros what no gradient has come for yet: for those who use `main_grad` before `reduce()`.
-
-        Later gradients are added. `reduce()` does it by itself.
-        """
+        """Fill with zeros what no gradient has come for, for those who use `main_grad` before `reduce()`."""
         fill(self._parameters)
 
     def ready(self, bucket: int) -> None:

@@ -52,6 +52,17 @@ def claim(parameters: Sequence[Tensor]) -> bool:
     return first
 
 
+def forget(parameters: Iterable[Tensor]) -> None:
+    """Begin a step: every `main_grad` is stale, or zero where nobody claimed it in the last step."""
+    unasked = []
+    for parameter in parameters:
+        use = use_of(parameter)
+        if not use.claimed:
+            unasked.append(parameter)
+        use.stale, use.claimed = True, False
+    fill(unasked)
+
+
 def use_of(parameter: Tensor) -> MainGradUse:
     """The parameter's mark; a fresh one (never stale) where no gradient buffer has set any."""
     found = getattr(parameter, "main_grad_use", None)

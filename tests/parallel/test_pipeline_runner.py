@@ -7,15 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from isozyme.core.errors import UsageError
-from isozyme.parallel.communicator import Communicator, SingleCommunicator
+from isozyme.parallel.communicator import Communicator, Pending, SingleCommunicator
+from isozyme.parallel.distributed import TorchWorld
 from isozyme.parallel.pipeline_runner import ChunkOutput, run_schedule
 from isozyme.parallel.pipeline_schedule import Action, Schedule, forward_schedule, schedule
 from isozyme.parallel.simulated import SimulatedWorld, simulate
+from isozyme.parallel.simulated_torch import simulate_torch
 from tests.parallel.test_pipeline_schedule import schedules
 
 WIDTH = 3
@@ -113,6 +116,50 @@ def test_forwards_alone_leave_no_gradient() -> None:
 def test_one_stage_is_an_ordinary_backward_and_needs_no_peer() -> None:
     found = run_stage(schedule("1f1b", 1, 4), SingleCommunicator("pp"))
     torch.testing.assert_close(found[0], expected(1, 4)[0])
+
+
+def batches_of(made: Schedule, comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What one stage hands to its communicator at once, in order: s for each send, r for each receive."""
+    seen: list[str] = []
+    plain = comm.exchange_async
+
+    def noting(sends: Any, recvs: Any) -> Pending:
+        seen.append("s" * len(sends) + "r" * len(recvs))
+        return plain(sends, recvs)
+
+    monkeypatch.setattr(comm, "exchange_async", noting)
+    run_stage(made, comm)
+    return seen
+
+
+def test_in_the_steady_state_of_1f1b_a_stage_sends_and_receives_in_one_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = schedule("1f1b", 3, 6)
+    first, middle, last = simulate(3, lambda world: batches_of(made, world.whole("pp"), monkeypatch))
+    assert first == ["s", "s", "s", "r", "sr", "sr", "sr", "r", "r"]
+    assert middle == ["r", "sr", "sr", "r", "s", *["sr"] * 7, "s", "r", "s"]
+    assert last == ["r", "r", "s", "sr", "sr", "sr", "sr", "s"]
+
+
+def test_a_batch_is_one_call_of_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, sizes = schedule("1f1b", 2, 4), []
+    plain = dist.batch_isend_irecv
+
+    def noting(operations: list[dist.P2POp]) -> list[dist.Work]:
+        sizes.append(len(operations))
+        return plain(operations)
+
+    monkeypatch.setattr(dist, "batch_isend_irecv", noting)
+
+    def rank(_: Any) -> list[str]:
+        comm = TorchWorld().whole("pp")
+        comm.barrier()
+        return batches_of(made, comm, monkeypatch)
+
+    batches = simulate_torch(2, rank)
+    assert sorted(sizes) == sorted(len(each) for of_rank in batches for each in of_rank)
+    assert sizes.count(2) == 4, "both stages, twice each"
 
 
 def test_what_no_loss_depends_on_gets_a_zero_gradient_and_blocks_nobody() -> None:
