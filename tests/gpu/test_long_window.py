@@ -1,6 +1,6 @@
 """A window of 131,072 bases trains on two GPUs that share it, and does not fit where each keeps a whole one.
 
-The same model, weights, experts and optimiser state on each GPU: docs/parallelism/context.md has the arithmetic.
+The model, and what each GPU holds of it, are the same: docs/parallelism/context.md has the arithmetic.
 """
 
 from __future__ import annotations
