@@ -22,8 +22,11 @@ from isozyme.core.accelerators import Choice
 from isozyme.core.context import CUDNN_TILE, AttentionKernel, KernelName
 from isozyme.core.errors import BackendError
 
-MIN_CUDNN = 91501
-"""cuDNN 9.15.1; before it, lengths that are no multiple of 128 could give wrong gradients."""
+MIN_CUDNN = 90500
+"""cuDNN 9.5: before it, a gradient that was not laid out as the output was read wrongly."""
+PREFERRED_CUDNN = 91501
+"""cuDNN 9.15.1: from here on torch itself prefers it. (What that release put right are lengths that are no
+multiple of 128, which are not given to it here.)"""
 _PREFERRED: Mapping[KernelName, str] = MappingProxyType(
     {
         "cudnn": f"preferred; flash for packed windows, and for no multiples of {CUDNN_TILE} tokens",
@@ -116,6 +119,11 @@ def _auto_problems(facts: AttentionFacts) -> list[str]:
         return []
     if facts.capability[0] not in (9, 10):
         return ["it is faster than FlashAttention on compute capability 9.0 and 10.x only"]
+    if facts.cudnn is not None and facts.cudnn < PREFERRED_CUDNN:
+        return [
+            f"it is taken from cuDNN {PREFERRED_CUDNN} on, and torch has loaded {facts.cudnn} (one in "
+            "LD_LIBRARY_PATH hides that of torch)"
+        ]
     if facts.capability[0] == 10 and facts.grouped:
         return ["with grouped key/value heads on compute capability 10.x wrong outputs have been reported"]
     return []

@@ -16,6 +16,7 @@ from isozyme.models.norm import choose_norm
 from isozyme.parallel.attention_kernels import AttentionFacts, attend, choose_attention, kernel_problems
 from isozyme.parallel.attention_packed import Tiled, VariableLength
 from isozyme.parallel.context import whole_window_attention
+from isozyme.parallel.context_kernels import choose_kernel, dense, dense_backward
 from tests.repo.source_tree import ROOT
 
 pytestmark = pytest.mark.gpu
@@ -78,6 +79,42 @@ def test_every_kernel_takes_slices_of_one_projection_and_an_expanded_gradient(ke
     assert product.grad is not None
     assert exact.grad is not None
     assert float((product.grad.double() - exact.grad).norm() / exact.grad.norm()) < 2e-2
+
+
+def _very_negative(length: int, heads: int) -> list[Tensor]:
+    """Queries and keys whose logits are all near -120, so that exp(-logsumexp) overflows in fp32."""
+    q, k, v = (0.1 * x.detach() for x in _inputs(1, length, heads, heads, 64, torch.bfloat16))
+    q[..., 0], k[..., 0] = 1.0, -120 * 8.0
+    return [x.requires_grad_() for x in (q, k, 10 * v)]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_very_negative_logits_leave_every_gradient_finite(kernel: KernelName) -> None:
+    _require(kernel, torch.bfloat16, 64)
+    inputs = _very_negative(640, 2)
+    out = attend(*inputs, kernel)
+    assert all(bool(x.isfinite().all()) for x in torch.autograd.grad(out.square().sum(), inputs))
+
+
+@pytest.mark.parametrize("name", ["cudnn", "flash"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_tile_is_near_the_dense_one(name: KernelName, causal: bool) -> None:
+    """A rectangle is attended to with the log-sum-exp of whole rows, which may be very negative."""
+    _require(name, torch.bfloat16, 64)
+    q, k, v = (x.detach() for x in _very_negative(512, 2))
+    q, grad = q[:, -256:], torch.randn(1, 256, 2, 64, device=CUDA, dtype=torch.bfloat16)
+    keys, values = (x[:, :256] if causal else x for x in (k, v))
+    kernel = choose_kernel(q, name)
+    assert kernel.name == name
+    wide = [x.double() for x in (q, keys, values)]
+    out, logsumexp = dense(*wide, causal)
+    found, found_sum = kernel.forward(q, keys, values, causal)
+    assert float((found.double() - out).norm() / out.norm()) < 2e-2
+    assert float((found_sum.double() - logsumexp).abs().max()) < 0.5
+    expected = dense_backward(grad.double(), *wide, out, logsumexp, causal)
+    grads = kernel.backward(grad, q, keys, values, out.bfloat16(), logsumexp.float(), causal)
+    assert all(bool(x.isfinite().all()) for x in grads)
+    assert float((grads[2].double() - expected[2]).norm() / expected[2].norm()) < 5e-2
 
 
 @pytest.mark.parametrize("key_heads", [8, 2])

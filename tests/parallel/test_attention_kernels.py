@@ -32,7 +32,8 @@ HOPPER = AttentionFacts(
         ({}, "cudnn", "flash for packed windows"),
         ({"dtype": torch.float16}, "cudnn", "preferred"),
         ({"deterministic": True}, "flash", "not deterministic"),
-        ({"cudnn": 91002}, "flash", "cuDNN 91501 or later: torch has loaded 91002"),
+        ({"cudnn": 91002}, "flash", "from cuDNN 91501 on, and torch has loaded 91002"),
+        ({"cudnn": 90100}, "flash", "cuDNN 90500 or later: torch has loaded 90100"),
         ({"cudnn": None}, "flash", "torch has loaded none"),
         ({"cudnn_enabled": False}, "flash", "enable_cudnn_sdp(False)"),
         ({"head_width": 192}, "flash", "at most 128: head width=192"),
@@ -55,9 +56,9 @@ def test_auto_takes_the_fastest_that_can_run_and_says_why(
 
 
 @pytest.mark.parametrize("name", ["torch", "cudnn", "flash"])
-def test_a_named_kernel_runs_wherever_it_can(name: AttentionKernel) -> None:
-    blackwell = replace(HOPPER, capability=(10, 0))
-    assert choose_attention(name, blackwell)[0] == name
+def test_a_named_kernel_runs_wherever_it_can_also_where_auto_would_not_take_it(name: AttentionKernel) -> None:
+    for changes in ({"capability": (10, 0)}, {"capability": (8, 0)}, {"cudnn": 91002}):
+        assert choose_attention(name, replace(HOPPER, **changes))[0] == name
 
 
 def test_a_named_kernel_that_cannot_run_is_refused_with_every_unmet_condition() -> None:
