@@ -31,6 +31,8 @@ class RouterConfig:
     aux_loss: float = 0.01
     """Coefficient of the load-balance loss."""
     aux_scope: Literal["sequence", "microbatch", "global_lagged"] = "sequence"
+    """What the balance loss calls the load: that of each window, of the micro-batch, or of the whole previous
+    step (which then is saved with the weights)."""
     z_loss: float = 0.0
     """Coefficient of the router z-loss."""
     expert_bias_rate: float = 0.0

@@ -15,13 +15,12 @@ from torch.nn import functional as F
 from isozyme.core.config import Precision, RouterConfig
 from isozyme.launch.bench_problem import Built, Contender, Problem, parameters_by_expert
 from isozyme.moe.dispatch_local import LocalDispatcher
-from isozyme.moe.experts.activation import weighted_swiglu
 from isozyme.moe.experts.experts import Experts
 from isozyme.moe.experts.grouped_mm import grouped_linear
 from isozyme.moe.kernels.router_topk import router_topk
 from isozyme.moe.kernels.row_map import row_map
 from isozyme.moe.kernels.rows import gather_rows, scatter_rows_and_probs
-from isozyme.moe.kernels.swiglu import swiglu_prob
+from isozyme.moe.kernels.swiglu import swiglu_prob, weighted_swiglu
 from isozyme.moe.scores import combine_weights, log_scores, select_experts, selection_scores
 from isozyme.moe.types import Routing
 

@@ -85,12 +85,6 @@ def check(
     """
     broken = Rules(config.name)
     broken.extend(config.problems(world_size))
-    router = config.model.moe.router
-    broken.check(
-        router.aux_scope != "global_lagged" or router.aux_loss == 0,
-        f"not available yet: model.moe.router.aux_scope={router.aux_scope}; the decoder keeps no "
-        "counts of the previous step. Use sequence or microbatch.",
-    )
     lacking = Rules(config.name)
     ranks = local_world_size or world_size or _ranks(config)
     device, why = choose_device(config, machine, ranks)

@@ -20,6 +20,7 @@ from isozyme.core.errors import NonFiniteError
 from isozyme.models.stage import Overrides, Stage
 from isozyme.models.types import ModelOutput
 from isozyme.moe.expert_bias import update_expert_biases
+from isozyme.moe.lagged_counts import update_lagged_counts
 from isozyme.moe.types import RouterStats, Routing
 from isozyme.parallel.grad_buffer import GradientBuffer
 from isozyme.parallel.grad_norm import clip_, global_norm
@@ -192,7 +193,10 @@ class TrainStep:
         self.groups = groups
         self.clip = clip
         self.expert_bias_rate = expert_bias_rate
-        self._biased = [m for m in model.modules() if isinstance(getattr(m, "expert_bias", None), Tensor)]
+        self._biased, self._lagged = (
+            [module for module in model.modules() if isinstance(getattr(module, buffer, None), Tensor)]
+            for buffer in ("expert_bias", "lagged_counts")
+        )
 
     def __call__(
         self,
@@ -228,6 +232,8 @@ class TrainStep:
         if self._biased and self.expert_bias_rate:
             own = sums.counts()[0].unbind(0)
             update_expert_biases(self._biased, own, self.groups, rate=self.expert_bias_rate)
+        if self._lagged:
+            update_lagged_counts(self._lagged, sums.counts()[0].unbind(0), self.groups)
         return StepResult(
             totals=totals,
             loss=loss[0] / totals.valid_labels,

@@ -44,6 +44,11 @@ def mixtral_problems(model: ModelConfig) -> list[str]:
         set(model.layer_kinds()) == {"M"},
         f"every layer of a Mixtral has experts: model.pattern={model.pattern!r}. Only 'M' can be converted.",
     )
+    rules.check(
+        router.aux_scope != "global_lagged" or router.aux_loss == 0,
+        "a Mixtral keeps no counts of the step before: model.moe.router.aux_scope=global_lagged. "
+        "It cannot be converted.",
+    )
     for name, value, needed in expected:
         rules.check(
             value == needed, f"a Mixtral has {name}={needed}: {name}={value}. It cannot be converted."

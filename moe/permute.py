@@ -1,4 +1,4 @@
-"""Local reordering of rows: by expert and back, and with padding to an alignment.
+"""Local reordering of rows: by expert and back.
 
 Every reordering is the same linear map, `out[m] = Σ_k x[index[m, k]]` with -1 for "nothing", and its gradient
 is that map with the inverse table. So there is one autograd function, without atomics: sums run over the
@@ -11,7 +11,6 @@ their slow twin.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -48,8 +47,6 @@ class RowMap:
     """Result rows made from each source row, int64; -1 where there are fewer than K."""
     all_sourced: bool = False
     """Whether there is no -1 in `source` (saves a masking pass)."""
-    all_placed: bool = False
-    """Whether there is no -1 in `places`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,12 +137,12 @@ def _take(x: Tensor, index: Tensor, full: bool) -> Tensor:
 
 def reorder(x: Float[Tensor, "M *rest"], rows: RowMap) -> Float[Tensor, "N *rest"]:
     """The rows of `x` in the order of the map; zeros where it names no source. The gradient is `restore`."""
-    return _reorder(x, rows.source[:, None], rows.places, rows.all_sourced, rows.all_placed)
+    return _reorder(x, rows.source[:, None], rows.places, rows.all_sourced, False)
 
 
 def restore(x: Float[Tensor, "N *rest"], rows: RowMap) -> Float[Tensor, "M *rest"]:
     """For each source row of the map, the sum of the rows made from it. The gradient is `reorder`."""
-    return _reorder(x, rows.places, rows.source[:, None], rows.all_placed, rows.all_sourced)
+    return _reorder(x, rows.places, rows.source[:, None], False, rows.all_sourced)
 
 
 def sort_slots(routing: Routing, num_rows: int | None = None) -> SlotMap:
@@ -245,47 +242,3 @@ def unpermute(rows: Float[Tensor, "N H"], slots: SlotMap) -> Float[Tensor, "T H"
         tokens: Tensor = gather_rows(rows, slots.slot_row)
         return tokens
     return restore(rows, slots.by_token)
-
-
-def padding_map(
-    counts: Sequence[int], alignment: int, *, allocated: int | None = None, device: torch.device | str = "cpu"
-) -> tuple[RowMap, tuple[int, ...]]:
-    """The map that pads each expert's rows to a multiple of `alignment`, and the padded counts.
-
-    Args:
-        counts: rows of each expert, on the host.
-        alignment: rows that a kernel wants a multiple of (16, 32, 128, 256). An empty expert stays empty.
-        allocated: rows of the tensor to pad, if more than `sum(counts)`; those behind go nowhere.
-        device: where the tables are.
-    """
-    if alignment < 1 or (allocated is not None and allocated < sum(counts)):
-        raise ValueError(
-            f"alignment must be at least 1, and allocated at least the rows: alignment={alignment}, "
-            f"allocated={allocated}, {sum(counts)} rows."
-        )
-    padded = tuple(-(-count // alignment) * alignment for count in counts)
-    real, total = sum(counts), sum(padded)
-    lengths = torch.tensor([counts, padded], dtype=torch.int64, device=device)
-    shift = _exclusive_sum(lengths[1]) - _exclusive_sum(lengths[0])
-    row = torch.arange(real, device=device)
-    place = row + torch.repeat_interleave(shift, lengths[0], output_size=real)
-    source = torch.full((total,), -1, dtype=torch.int64, device=device)
-    source[place] = row
-    places = torch.full((real if allocated is None else allocated, 1), -1, dtype=torch.int64, device=device)
-    places[:real, 0] = place
-    padding = RowMap(source=source, places=places, all_sourced=total == real, all_placed=len(places) == real)
-    return padding, padded
-
-
-def pad_rows(rows: Float[Tensor, "N *rest"], padding: RowMap) -> Float[Tensor, "P *rest"]:
-    """Insert rows of zeros behind each expert's rows, as `padding_map` says. Padding takes no gradient."""
-    return reorder(rows, padding)
-
-
-def unpad_rows(rows: Float[Tensor, "P *rest"], padding: RowMap) -> Float[Tensor, "N *rest"]:
-    """Remove the rows that `pad_rows` inserted, whatever they hold; their gradient is zero."""
-    return restore(rows, padding)
-
-
-def _exclusive_sum(counts: Tensor) -> Tensor:
-    return counts.cumsum(0) - counts

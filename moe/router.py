@@ -1,7 +1,7 @@
 """The router: one linear map from tokens to experts, and the choice that follows from it.
 
-The module holds no running state: what it counted goes out as `RouterStats`, so recomputing a layer or
-evaluating it counts nothing twice.
+A forward changes nothing: what it counted goes out as `RouterStats`, so recomputing a layer or evaluating it
+counts nothing twice. Its buffers (balance bias, lagged counts) change between steps alone.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from isozyme.core.initialisation import Init
 from isozyme.moe.capacity import window_length
 from isozyme.moe.expert_bias import PreciseBuffers, create_expert_bias
 from isozyme.moe.kernels.router_topk import MAX_EXPERTS, count_choices, router_topk
+from isozyme.moe.lagged_counts import create_lagged_counts
 from isozyme.moe.losses import balance_loss, expert_counts, z_loss
 from isozyme.moe.scores import (
     RoutingFlips,
@@ -97,6 +98,11 @@ class Router(PreciseBuffers):
             )
         self.expert_bias: Tensor | None
         self.register_buffer("expert_bias", bias)
+        lagged = None
+        if config.aux_scope == "global_lagged" and config.aux_loss > 0:
+            lagged = create_lagged_counts(f"{name}.lagged_counts", config.num_experts, groups, device=device)
+        self.lagged_counts: Tensor | None
+        self.register_buffer("lagged_counts", lagged)
 
     def extra_repr(self) -> str:
         """What `print(module)` shows."""
@@ -135,7 +141,8 @@ class Router(PreciseBuffers):
             windows: sequence windows in this call, of which the tokens are equal shares.
             routing_override: a routing to replay: its ids and `kept` are used, the weights are recomputed
                 from the present scores, with gradient.
-            lagged_counts: `[E]`, the previous step's slots over all ranks, for `aux_scope=global_lagged`.
+            lagged_counts: `[E]`, the previous step's slots over all ranks, for `aux_scope=global_lagged`; by
+                default those that `update_lagged_counts` noted.
 
         Returns:
             The routing, and this rank's statistics. `routed` counts slots before any drop; `dropped` is zero
@@ -222,6 +229,8 @@ class Router(PreciseBuffers):
     ) -> Float[Tensor, ""]:
         if self.config.aux_loss == 0:
             return choice.shares.new_zeros(())
+        if lagged_counts is None and self.lagged_counts is not None:
+            lagged_counts = self.lagged_counts.long()
         return balance_loss(
             choice.shares,
             choice.ids,

@@ -7,25 +7,9 @@ from collections.abc import Callable
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn import functional as F
 
+from isozyme.moe.kernels.swiglu import weighted_swiglu
 from isozyme.parallel.recompute import recompute, remade
-
-
-def weighted_swiglu(
-    gate_up: Float[Tensor, "R F2"], probs: Float[Tensor, "R"] | None, dtype: torch.dtype
-) -> Float[Tensor, "R F"]:
-    """`silu(gate) * up * prob`, computed in at least fp32 and rounded once, to `dtype`.
-
-    The left half of `gate_up` is the gate; without `probs` every row weighs one. SwiGLU: Shazeer, "GLU
-    variants improve transformer", 2020 (arXiv 2002.05202).
-    """
-    wide = torch.promote_types(gate_up.dtype, torch.float32)
-    gate, up = gate_up.to(wide).chunk(2, dim=-1)
-    product = F.silu(gate) * up
-    if probs is not None:
-        product = product * probs.to(wide)[:, None]
-    return product.to(dtype)
 
 
 def through_swiglu(

@@ -14,9 +14,10 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from isozyme.moe.experts.activation import through_swiglu, weighted_swiglu
+from isozyme.moe.experts.activation import through_swiglu
 from isozyme.moe.experts.delayed import DelayedGradients
 from isozyme.moe.experts.loop import fill_rows
+from isozyme.moe.kernels.swiglu import weighted_swiglu
 from isozyme.moe.types import Dispatched
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

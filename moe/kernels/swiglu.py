@@ -15,11 +15,19 @@ from torch import Tensor
 from isozyme.moe.kernels import direct, eager
 
 
-def swiglu_prob_twin(hidden: Float[Tensor, "R F2"], probs: Float[Tensor, "R"]) -> Float[Tensor, "R F"]:
-    """`swiglu_prob` in plain PyTorch, computed in at least fp32 and rounded once."""
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    gate, up = hidden.to(wide).chunk(2, dim=-1)
-    return (torch.nn.functional.silu(gate) * up * probs.to(wide).unsqueeze(-1)).to(hidden.dtype)
+def weighted_swiglu(
+    gate_up: Float[Tensor, "R F2"], probs: Float[Tensor, "R"] | None, dtype: torch.dtype
+) -> Float[Tensor, "R F"]:
+    """`silu(gate) * up * prob`, computed in at least fp32 and rounded once, to `dtype`: `swiglu_prob`'s twin.
+
+    The left half of `gate_up` is the gate; without `probs` every row weighs one.
+    """
+    wide = torch.promote_types(gate_up.dtype, torch.float32)
+    gate, up = gate_up.to(wide).chunk(2, dim=-1)
+    product = torch.nn.functional.silu(gate) * up
+    if probs is not None:
+        product = product * probs.to(wide)[:, None]
+    return product.to(dtype)
 
 
 def swiglu_prob_backward_twin(
@@ -44,7 +52,7 @@ def run_swiglu_prob(hidden: Tensor, probs: Tensor) -> Tensor:
         from isozyme.moe.kernels.triton_swiglu import launch_swiglu_prob
 
         return launch_swiglu_prob(hidden, probs)
-    return swiglu_prob_twin(hidden, probs)
+    return weighted_swiglu(hidden, probs, hidden.dtype)
 
 
 swiglu_prob_op = torch.library.custom_op("isozyme::swiglu_prob", run_swiglu_prob, mutates_args=())

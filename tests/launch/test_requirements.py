@@ -113,11 +113,6 @@ def test_layouts_that_the_model_cannot_run_are_refused_with_broken_rules() -> No
     assert "no CUDA here" in str(raised.value)
 
 
-def test_a_balance_scope_that_would_silently_see_no_previous_step_is_refused() -> None:
-    with pytest.raises(ConfigError, match="aux_scope=global_lagged"):
-        check(tiny("model.moe.router.aux_scope=global_lagged"), machine())
-
-
 def test_an_output_folder_is_made_and_leaves_no_trace_of_the_check(tmp_path: Path) -> None:
     folder = output_folder(replace(tiny(), out=str(tmp_path / "a" / "b")))
     assert folder.is_dir()

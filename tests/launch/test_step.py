@@ -114,6 +114,31 @@ def test_ranks_together_make_the_step_of_one_rank(dp: int, ep: int) -> None:
         assert (result.routed == expected.routed).all()
 
 
+@pytest.mark.parametrize(("dp", "ep", "tp"), [(4, 2, 1), (2, 2, 2)])
+def test_the_balance_loss_refers_to_the_step_before_on_all_ranks_alike(dp: int, ep: int, tp: int) -> None:
+    lagged = ("model.moe.router.aux_scope=global_lagged", "model.moe.router.aux_loss=0.5")
+
+    def steps(trial: Trial) -> tuple[list[StepResult], dict[str, Tensor]]:
+        return [trial.run(trial.batches(number))[0] for number in range(3)], weights(trial.model)
+
+    alone = Trial(*lagged)
+    expected, after = steps(alone)
+    kept = {name: tensor for name, tensor in after.items() if name.endswith("lagged_counts")}
+    assert [tensor.tolist() for tensor in kept.values()] == expected[-1].routed.tolist()
+
+    def rank(world: World) -> tuple[list[StepResult], dict[str, Tensor]]:
+        return steps(Trial(*lagged, f"layout.dp={dp}", f"layout.ep={ep}", f"layout.tp={tp}", world=world))
+
+    for results, others in simulate(dp * tp, rank):
+        for result, one in zip(results, expected, strict=True):
+            assert result.aux_loss == pytest.approx(one.aux_loss, rel=1e-9)
+            assert result.grad_norm == pytest.approx(one.grad_norm, rel=1e-9)
+        for name, tensor in kept.items():
+            assert torch.equal(others[name], tensor)
+    windowed, _ = steps(Trial(lagged[1]))
+    assert windowed[-1].aux_loss != pytest.approx(expected[-1].aux_loss, rel=1e-3)
+
+
 def test_the_loss_is_the_mean_over_all_valid_labels() -> None:
     trial = Trial()
     batches = trial.batches()

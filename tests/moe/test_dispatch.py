@@ -125,6 +125,16 @@ def test_a_capacity_that_the_routing_exceeds_is_refused() -> None:
         PaddedAllToAllDispatcher(placement, 1).dispatch(of.tokens(0), of.routing(0))
 
 
+def test_ranks_whose_buffers_differ_in_size_are_found() -> None:
+    of = EXTREMES["skewed and ragged"]
+
+    def uneven(_: str, placement: ExpertPlacement, __: Case) -> PaddedAllToAllDispatcher:
+        return PaddedAllToAllDispatcher(placement, 4 + placement.communicator.rank)
+
+    with pytest.raises(CommunicationError, match="all_to_all"):
+        run(of, "", uneven)
+
+
 def test_all_to_all_sends_only_the_rows_that_others_need() -> None:
     of = EXTREMES["skewed and ragged"]
     trace = run(of, "alltoall").trace

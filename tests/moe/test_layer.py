@@ -214,6 +214,22 @@ def test_capacity_limits_what_each_expert_keeps_of_a_window_and_reports_the_rest
     assert int(output.stats.dropped.sum()) == int(valid.sum()) * TOPK - int(kept.sum()) > 0
 
 
+def test_fixed_buffers_hold_no_more_than_a_rank_can_send() -> None:
+    """The capacity is that of the window, of which each TP rank has a part."""
+    moe = config(capacity_factor=3.0, pad_to_capacity=True)  # 12 slots a window and expert, of 4 tokens here
+
+    def program(world: SimulatedWorld) -> None:
+        layer = build(world, Layout(tp=2, dp=1, ep=2), moe)
+        tokens, valid, _ = (share(layer.groups, whole) for whole in batch())
+        layer(tokens, valid)
+
+    _, trace = simulate(2, program, trace=True)
+    rows = [
+        record.shape for record in trace[0] if record.kind == "all_to_all" and len(record.shape or ()) == 2
+    ]
+    assert rows == [(EXPERTS * WINDOWS * LENGTH // 2, HIDDEN)] * 2
+
+
 def test_fp32_with_grouped_mm_agrees_with_fp64() -> None:
     tokens, valid, _ = batch()
     exact = build(SingleWorld(), Layout(), config())

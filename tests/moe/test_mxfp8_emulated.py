@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from isozyme.core.mxfp8 import BLOCK, round_to_mxfp8
-from isozyme.moe.experts.activation import weighted_swiglu
 from isozyme.moe.experts.loop import loop_experts
 from isozyme.moe.experts.mxfp8_emulated import (
     mxfp8_emulated_experts,
     mxfp8_emulated_problems,
     quantized_linear,
 )
+from isozyme.moe.kernels.swiglu import weighted_swiglu
 from isozyme.moe.types import Dispatched
 
 HIDDEN, FFN = 64, 96

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from isozyme.moe.permute import (
-    pad_rows,
-    padding_map,
     permute,
     permute_probs,
     sort_slots,
-    unpad_rows,
     unpermute,
 )
 from isozyme.moe.types import Routing
@@ -144,44 +140,3 @@ def test_low_precision_rows_are_added_up_in_fp32() -> None:
     routing = make_routing([[0, 1, 2]], 3, 3)
     rows = torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16)
     assert unpermute(rows, sort_slots(routing)).item() == 258.0  # 256 + 1 is 256 in bfloat16
-
-
-@pytest.mark.parametrize("alignment", [1, 16, 32, 128, 256])
-@pytest.mark.parametrize("counts", [(0, 1, 31, 33, 44), (0, 0), (32, 0, 16), (256,)])
-def test_unpadding_inverts_padding_whatever_the_padding_holds(
-    counts: tuple[int, ...], alignment: int
-) -> None:
-    rows = coded(sum(counts))
-    padding, padded = padding_map(counts, alignment)
-    wide = pad_rows(rows, padding)
-    assert all(p % alignment == 0 and 0 <= p - c < alignment for p, c in zip(padded, counts, strict=True))
-    for part, whole in zip(rows.split(counts), wide.split(padded), strict=True):
-        assert whole[: len(part)].equal(part)
-        assert (whole[len(part) :] == 0).all()
-    poisoned = wide.detach().masked_fill((padding.source == -1)[:, None], float("nan")).requires_grad_()
-    back = unpad_rows(poisoned, padding)
-    assert back.equal(rows)
-    back.backward(torch.ones_like(back))
-    assert poisoned.grad is not None
-    assert poisoned.grad.equal((padding.source >= 0)[:, None].double().expand_as(poisoned))
-    wide.backward(torch.full_like(wide, float("nan")).masked_fill((padding.source >= 0)[:, None], 2.0))
-    assert rows.grad is not None
-    assert (rows.grad == 2.0).all()
-
-
-def test_rows_behind_the_real_ones_are_never_read_by_padding() -> None:
-    rows = torch.full((9, 2), float("nan"), dtype=torch.float64)
-    rows[:5] = coded(5, 2).detach()
-    rows.requires_grad_()
-    padding, padded = padding_map((2, 3), 4, allocated=9)
-    wide = pad_rows(rows, padding)
-    assert padded == (4, 4)
-    assert torch.isfinite(wide).all()
-    wide.sum().backward()
-    assert rows.grad is not None
-    assert rows.grad.equal(torch.tensor([1.0] * 5 + [0.0] * 4).double()[:, None].expand(9, 2))
-
-
-def test_an_impossible_alignment_is_refused() -> None:
-    with pytest.raises(ValueError, match="alignment=0"):
-        padding_map((1,), 0)

@@ -21,7 +21,8 @@ from isozyme.moe.dispatch_allgather import AllGatherDispatcher
 from isozyme.moe.dispatch_alltoall import AllToAllDispatcher
 from isozyme.moe.dispatch_local import LocalDispatcher
 from isozyme.moe.expert_bias import update_expert_bias
-from isozyme.moe.permute import pad_rows, padding_map, unpad_rows
+from isozyme.moe.kernels.row_map import row_map
+from isozyme.moe.kernels.rows import gather_rows, scatter_rows
 from isozyme.moe.router import Router
 from isozyme.moe.testing import (
     ISOZYME,
@@ -63,14 +64,13 @@ FACTOR = 2.5
 
 def permute_padded(tokens: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, Any, Any]:
     """Each expert's rows filled up to a multiple of four."""
-    rows, counts, slots = permute_by_ids(tokens, ids, num_experts)
-    padding, padded_counts = padding_map(counts.tolist(), 4)
-    return pad_rows(rows, padding), padded_counts, (padding, slots)
+    slot_row, counts, ends = row_map(ids.clamp(min=0), ids >= 0, num_experts, 4)
+    rows = scatter_rows(tokens, slot_row, int(ends[-1]), counts, ends)
+    return rows, torch.diff(ends, prepend=ends.new_zeros(1)).long(), slot_row
 
 
 def unpermute_padded(rows: Tensor, handle: Any) -> Tensor:
-    padding, slots = handle
-    return unpermute_by_slots(unpad_rows(rows, padding), slots)
+    return gather_rows(rows, handle)
 
 
 # --- Routers that must be as if they were plain ones
