@@ -7,18 +7,18 @@ of the index, and the index those of all files, so that an unfinished or damaged
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from isozyme.core.errors import CheckpointError
+from isozyme.parallel.agreement import together
 from isozyme.parallel.checkpoint_files import (
     Entry,
     FileRecord,
@@ -28,7 +28,6 @@ from isozyme.parallel.checkpoint_files import (
     write_bytes,
 )
 from isozyme.parallel.checkpoint_index import Index, Reader, Shard, merge
-from isozyme.parallel.communicator import Communicator
 from isozyme.parallel.process_groups import ProcessGroups
 from isozyme.parallel.shard_spec import OwnedBox, ShardSpec
 
@@ -36,7 +35,6 @@ NamedShards = Iterable[tuple[str, Tensor, ShardSpec]]
 """(global name, local tensor, spec), as `named_shards(module)` and `Optimizer.state()` give them."""
 
 INDEX, STATE, MARKER = "index.json", "state.json", "COMPLETE"
-T = TypeVar("T")
 
 
 def save_checkpoint(
@@ -204,38 +202,6 @@ def damages(path: Path) -> list[str]:
         return [str(error)]
     found = (damage(path / name, record) for name, record in sorted(index.files.items()))
     return [problem for problem in found if problem is not None]
-
-
-def together(world: Communicator, what: str, action: Callable[[], T]) -> list[T]:
-    """Run `action`, which must not communicate, and give every rank the results of all.
-
-    Raises:
-        CheckpointError: the same on all ranks, if the action failed on any; so nobody waits for a rank that
-            has given up.
-    """
-    error: str | None = None
-    value: T | None = None
-    try:
-        value = action()
-    except Exception as failure:  # whatever it is, the others must hear of it
-        error = _describe(failure)
-    found: list[tuple[str | None, T]] = world.all_gather_object((error, value))
-    errors = [f"rank {rank}: {error}" for rank, (error, _) in enumerate(found) if error is not None]
-    if errors:
-        raise CheckpointError(
-            "\n  - ".join([f"{what} failed on {len(errors)} of {world.size} ranks", *errors])
-        )
-    return [value for _, value in found]
-
-
-def _describe(failure: Exception) -> str:
-    if isinstance(failure, CheckpointError):
-        return str(failure)
-    if isinstance(failure, OSError):
-        where = f" ({failure.filename})" if failure.filename else ""
-        full = ". Free some space, or save elsewhere" if failure.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-        return f"{failure.strerror or failure}{where}{full}"
-    return f"{type(failure).__name__}: {failure}"
 
 
 _Piece = tuple[Entry, Tensor, ShardSpec]

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isozyme.core.errors import CheckpointError
-from isozyme.parallel.checkpoint import damages, open_index, together
+from isozyme.parallel.agreement import together
+from isozyme.parallel.checkpoint import damages, open_index
 from isozyme.parallel.communicator import Communicator, SingleCommunicator
 
 CHECKPOINTS = "checkpoints"

@@ -17,7 +17,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from isozyme.core.errors import CheckpointError
-from isozyme.parallel.checkpoint import NamedShards, load_tensors, together
+from isozyme.parallel.agreement import together
+from isozyme.parallel.checkpoint import NamedShards, load_tensors
 from isozyme.parallel.checkpoint_files import DTYPE_CODES, Entry, FileRecord, TensorFileWriter, damage
 from isozyme.parallel.checkpoint_index import Index, Shard, StoredTensor, merge
 from isozyme.parallel.communicator import Communicator

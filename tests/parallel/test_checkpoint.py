@@ -18,7 +18,8 @@ from isozyme.core.config import OptimConfig
 from isozyme.core.errors import CheckpointError
 from isozyme.core.initialisation import Init
 from isozyme.core.topology import Layout, Topology
-from isozyme.parallel.checkpoint import load_checkpoint, save_checkpoint, together
+from isozyme.parallel.agreement import together
+from isozyme.parallel.checkpoint import load_checkpoint, save_checkpoint
 from isozyme.parallel.checkpoint_files import DTYPE_CODES
 from isozyme.parallel.grad_buffer import GradientBuffer
 from isozyme.parallel.optimizer import Optimizer
