@@ -101,7 +101,7 @@ ALL_TO_ALL: tuple[Mutant, ...] = (
         id="backward-with-forward-splits",
         row=11,
         says="the backward exchange uses the splits of the forward one",
-        file="parallel/collectives.py",
+        file="parallel/collective_halves.py",
         old="back=lambda grad: comm.all_to_all_async(grad, into, out),",
         new="back=lambda grad: comm.all_to_all_async(grad, out, into),",
         subject="alltoall",
@@ -110,7 +110,7 @@ ALL_TO_ALL: tuple[Mutant, ...] = (
         id="backward-averages",
         row=1,
         says="the backward exchange divides by the number of ranks",
-        file="parallel/collectives.py",
+        file="parallel/collective_halves.py",
         old="return pending.wait(), None",
         new="return pending.wait() / 2, None",
         subject="alltoall",
@@ -187,7 +187,7 @@ ALL_GATHER: tuple[Mutant, ...] = (
         id="gather-slices-in-backward",
         row=18,
         says="the backward of the all-gather takes a slice where it must add up the ranks' gradients",
-        file="parallel/collectives.py",
+        file="parallel/collective_halves.py",
         old="back=lambda grad: comm.reduce_scatter_async(grad, counts),",
         new="back=lambda grad: comm.reduce_scatter_async(\n"
         "            torch.cat([p * (r == comm.rank) for r, p in enumerate(grad.split(counts))]), counts\n"
