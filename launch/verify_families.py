@@ -135,6 +135,15 @@ FAMILIES: tuple[Family, ...] = (
     _family("cores recomputed", "tp=2 cp=2 ep=4", "pp=2 ep=2", of=("model.recompute=selective",)),
     _family("sigmoid scores and a balance bias", "tp=2 ep=2", "cp=2 pp=2 ep=2", of=_SIGMOID),
     _family(
+        "delayed gradients beside a shared expert, balance by the step before",
+        *("tp=2 ep=2", "cp=2 pp=2 ep=2"),
+        of=(
+            "model.moe.delay_wgrad=true",
+            "model.moe.shared_ffn=32",
+            "model.moe.router.aux_scope=global_lagged",
+        ),
+    ),
+    _family(
         "experts in groups",
         *("tp=2 ep=2", "cp=2 ep=4"),
         of=("model.moe.router.num_groups=2", "model.moe.router.topk_groups=1"),

@@ -213,6 +213,8 @@ ALL: dict[str, Callable[[Tensor, Communicator], Tensor]] = {
     "gather_replicated": lambda x, comm: C.gather_replicated_from_group(x, comm),
     "all_to_all": lambda x, comm: C.all_to_all(x, comm),
     "two_halves": lambda x, comm: C.finish(C.all_to_all_start(x, comm)),
+    "gather_halves": lambda x, comm: C.finish(C.gather_from_group_start(x, comm, [x.shape[0]] * comm.size)),
+    "reduce_scatter_halves": lambda x, comm: C.finish(C.reduce_scatter_to_group_start(x, comm)),
 }
 
 
@@ -335,10 +337,19 @@ def test_a_rank_that_leaves_its_result_unused_is_named() -> None:
         simulate(2, program)
 
 
-@pytest.mark.parametrize("name", ["reduce_scatter", "split", "all_to_all", "two_halves"])
+@pytest.mark.parametrize(
+    "name", ["reduce_scatter", "split", "all_to_all", "two_halves", "reduce_scatter_halves"]
+)
 def test_rows_that_do_not_divide_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="5 rows are not divisible by 2 ranks"):
         simulate(2, lambda world: ALL[name](torch.ones(5, 3), world.whole()))
+
+
+@pytest.mark.parametrize("name", ["gather", "reduce_scatter"])
+def test_two_halves_equal_the_whole_in_values_and_gradients(name: str) -> None:
+    inputs = [rows(6, rank) for rank in range(3)]
+    whole, halves = (simulated(inputs, ALL[each]) for each in (name, f"{name}_halves"))
+    assert_same(halves, whole)
 
 
 def test_an_all_to_all_is_finished_once() -> None:
