@@ -17,6 +17,7 @@ from torch import Tensor
 
 from isozyme.moe.grouping import ArrivalDispatcher
 from isozyme.moe.host_copy import HostCopy
+from isozyme.moe.kernels.chunk_experts import chunk_experts
 from isozyme.moe.permute import SlotMap, first_rows, permute_ahead, sort_slots, unpermute
 from isozyme.moe.placement import ExpertPlacement
 from isozyme.moe.types import Arrival, Routing
@@ -93,8 +94,7 @@ class AllToAllDispatcher(ArrivalDispatcher):
         """Wait for the rows: rank-major, and each rank's by expert, then token."""
         exchange = in_flight.handle.exchange
         received, total = exchange.received, sum(exchange.output_splits)
-        chunk = torch.repeat_interleave(received.flatten(), output_size=total)  # of (rank, expert)
-        ids = chunk % received.shape[1]
+        ids = chunk_experts(received, total)
         return Arrival(
             rows=finish(in_flight.rows),
             expert_ids=rearrange(ids, "n -> n 1"),

@@ -38,9 +38,9 @@ ALL_TO_ALL: tuple[Mutant, ...] = (
         id="swapped-chunks",
         row=18,
         says="arrived chunks are taken to be by expert, then rank",
-        file="moe/dispatch_alltoall.py",
-        old="ids = chunk % received.shape[1]",
-        new="ids = chunk // received.shape[0]",
+        file="moe/kernels/chunk_experts.py",
+        old="output_size=num_rows) % chunks.shape[1]",
+        new="output_size=num_rows) // chunks.shape[0]",
         subject="alltoall",
     ),
     Mutant(
@@ -48,8 +48,8 @@ ALL_TO_ALL: tuple[Mutant, ...] = (
         row=18,
         says="rows that arrive rank by rank are taken to be sorted by expert already",
         file="moe/dispatch_alltoall.py",
-        old="ids = chunk % received.shape[1]",
-        new="ids = (chunk % received.shape[1]).sort().values",
+        old="ids = chunk_experts(received, total)",
+        new="ids = chunk_experts(received, total).sort().values",
         subject="alltoall in halves",
     ),
     Mutant(
