@@ -118,8 +118,8 @@ EXPERTS: tuple[Mutant, ...] = (
         row=17,
         says="the gradient of the stack is added to the buffer, and returned as well",
         file="moe/experts/storage.py",
-        old="return (None,) * len(ctx.parameters)",
-        new="return grads[0].unbind(0)",
+        old="first=claim(ctx.parameters))\n        return (None,) * len(ctx.parameters)",
+        new="first=claim(ctx.parameters))\n        return grads[0].unbind(0)",
         subject="training, by definition",
     ),
     Mutant(
