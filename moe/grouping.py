@@ -7,12 +7,13 @@ all of them, and it is separate so that a fused backend can take the rows as the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
 
+from isozyme.moe.host_copy import HostCopy
 from isozyme.moe.permute import SlotMap, permute_both, sort_slots, unpermute
 from isozyme.moe.types import Arrival, Dispatched, Routing
 
@@ -27,14 +28,17 @@ class Grouped:
 
 def group_rows(arrival: Arrival) -> Dispatched:
     """Sort arrived rows by expert, padding-free and stable."""
-    counts = arrival.counts_on_host()
     local = Routing(
         topk_ids=arrival.expert_ids,
         topk_probs=arrival.probs,
         kept=arrival.kept,
         num_experts=arrival.num_experts,
     )
-    slots = sort_slots(local, sum(counts))
+    slots = sort_slots(local, arrival.kept.numel())
+    counts = arrival.host_counts
+    if counts is None:
+        counts = tuple(HostCopy(slots.counts).wait().tolist())
+    slots = replace(slots, num_rows=sum(counts))
     rows, probs = permute_both(arrival.rows, arrival.probs, slots)
     return Dispatched(
         rows=rows,

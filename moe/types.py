@@ -111,14 +111,6 @@ class Arrival:
     handle: Any = None
     """What the same dispatcher's `bring_back` needs."""
 
-    def counts_on_host(self) -> tuple[int, ...]:
-        """Kept slots of each local expert as Python integers; waits for the device only if it must."""
-        if self.host_counts is not None:
-            return self.host_counts
-        counts = torch.zeros(self.num_experts, dtype=torch.int64, device=self.expert_ids.device)
-        counts.scatter_add_(0, self.expert_ids.flatten(), self.kept.flatten().long())
-        return tuple(int(count) for count in counts.tolist())
-
 
 @runtime_checkable
 class Dispatcher(Protocol):

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from isozyme.moe.host_copy import HostCopy
 from isozyme.moe.types import Arrival
+
+
+def host_counts(arrival: Arrival, counts: Int[Tensor, "E_local"]) -> tuple[int, ...]:
+    """Rows of each expert, on the host: what the dispatcher knew, or `counts` from the row map (one wait)."""
+    if arrival.host_counts is not None:
+        return arrival.host_counts
+    return tuple(HostCopy(counts).wait().tolist())
 
 
 def no_rows(

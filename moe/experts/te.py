@@ -19,7 +19,7 @@ from isozyme.core import transformer_engine
 from isozyme.core.config import Precision
 from isozyme.core.errors import BackendError
 from isozyme.core.precision import TRAITS, precision_problems
-from isozyme.moe.experts.arrived import no_rows
+from isozyme.moe.experts.arrived import host_counts, no_rows
 from isozyme.moe.experts.delayed import DelayedGradients, Later, reach
 from isozyme.moe.experts.storage import ExpertWeights
 from isozyme.moe.experts.te_main_grad import claim_in_backward
@@ -109,11 +109,11 @@ class TEExperts:
         delayed: DelayedGradients | None = None,
     ) -> Float[Tensor, "N H"]:
         """For each arrived row the weighted sum over its local experts. Waits for the host at most once."""
-        unit = self._alignment
-        splits = [-(-count // unit) * unit for count in arrival.counts_on_host()]
+        unit, experts = self._alignment, gate_up.shape[0]
+        slot_row, counts, ends = row_map(arrival.expert_ids, arrival.kept, experts, unit)
+        splits = [-(-count // unit) * unit for count in host_counts(arrival, counts)]
         if sum(splits) == 0:
             return no_rows(arrival, gate_up, down)
-        slot_row, counts, ends = row_map(arrival.expert_ids, arrival.kept, len(splits), unit)
         rows, weights = scatter_rows_and_probs(
             arrival.rows, arrival.probs, slot_row, sum(splits), counts, ends
         )

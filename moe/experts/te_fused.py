@@ -19,7 +19,7 @@ from isozyme.core import transformer_engine
 from isozyme.core.config import Precision
 from isozyme.core.errors import BackendError
 from isozyme.core.precision import TRAITS
-from isozyme.moe.experts.arrived import no_rows
+from isozyme.moe.experts.arrived import host_counts, no_rows
 from isozyme.moe.experts.fused_mlp_conditions import INTERLEAVE, ROW_ALIGNMENT, fused_class
 from isozyme.moe.experts.storage import ExpertWeights
 from isozyme.moe.kernels.row_map import row_map
@@ -80,11 +80,11 @@ class TEFusedExperts:
         self, arrival: Arrival, gate_up: Float[Tensor, "E_local F2 H"], down: Float[Tensor, "E_local H F"]
     ) -> Float[Tensor, "N H"]:
         """For each arrived row the weighted sum over its local experts. Waits for the host at most once."""
-        unit = self._alignment
-        total = sum(-(-count // unit) * unit for count in arrival.counts_on_host())
+        unit, experts = self._alignment, gate_up.shape[0]
+        slot_row, counts, ends = row_map(arrival.expert_ids, arrival.kept, experts, unit)
+        total = sum(-(-count // unit) * unit for count in host_counts(arrival, counts))
         if total == 0:
             return no_rows(arrival, gate_up, down)
-        slot_row, counts, ends = row_map(arrival.expert_ids, arrival.kept, gate_up.shape[0], unit)
         rows, weights = scatter_rows_and_probs(arrival.rows, arrival.probs, slot_row, total, counts, ends)
         splits = torch.diff(ends, prepend=ends.new_zeros(1)).long()
         result: Tensor = _Nested.apply(rows, weights.float(), gate_up, down, self, splits)  # type: ignore[no-untyped-call]
