@@ -22,7 +22,7 @@ class OptimConfig:
     min_lr_ratio: float = 0.1
     clip: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
-    implementation: Literal["auto", "te", "apex", "torch"] = "auto"
+    implementation: Literal["auto", "triton", "te", "apex", "torch"] = "auto"
     sharded: bool = False
     """Whether masters and moments are dealt out over the replicas of each weight (ZeRO-1)."""
     overlap_reduce: bool = False

@@ -10,6 +10,7 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -49,6 +50,7 @@ class Machine:
             capability=torch.cuda.get_device_capability,
             no_transformer_engine=transformer_engine.why_not,
             no_fused_adam={
+                "triton": lambda: None if find_spec("triton") else "triton is not installed",
                 "te": lambda: accelerators.te_fused_adam().why_not,
                 "apex": lambda: accelerators.apex_fused_adam().why_not,
             },

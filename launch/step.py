@@ -23,7 +23,7 @@ from isozyme.moe.expert_bias import update_expert_biases
 from isozyme.moe.lagged_counts import update_lagged_counts
 from isozyme.moe.types import RouterStats, Routing
 from isozyme.parallel.grad_buffer import GradientBuffer
-from isozyme.parallel.grad_norm import clip_, global_norm
+from isozyme.parallel.grad_norm import clip_, clip_coefficient, global_norm
 from isozyme.parallel.optimizer import Optimizer
 from isozyme.parallel.process_groups import ProcessGroups
 
@@ -225,10 +225,14 @@ class TrainStep:
         loss, routed, dropped = self._global_sums(sums)
         self._check_loss(loss, sums)
         norm = global_norm(self.buffer)
-        coefficient = clip_(self.buffer, norm, self.clip)
-        if on_gradients is not None:
-            on_gradients()
-        self.optimizer.step(lr)
+        if on_gradients is None and isinstance(self.optimizer, Optimizer):
+            coefficient = clip_coefficient(norm, self.clip)
+            self.optimizer.step(lr, coefficient)
+        else:
+            coefficient = clip_(self.buffer, norm, self.clip)
+            if on_gradients is not None:
+                on_gradients()
+            self.optimizer.step(lr)
         if self._biased and self.expert_bias_rate:
             own = sums.counts()[0].unbind(0)
             update_expert_biases(self._biased, own, self.groups, rate=self.expert_bias_rate)

@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
+from isozyme.core import transformer_engine
 from isozyme.core.accelerators import Choice
 from isozyme.core.context import CUDNN_TILE, AttentionKernel, KernelName
 from isozyme.core.errors import BackendError
@@ -63,6 +64,9 @@ class AttentionFacts:
     ) -> AttentionFacts:
         """The facts of this process. Reads no value from the device."""
         on_cuda = device.type == "cuda" and torch.cuda.is_available() and torch.version.cuda is not None
+        if on_cuda:
+            # Transformer Engine loads the system's cuDNN, and fails if torch has loaded another one before.
+            transformer_engine.why_not()
         return AttentionFacts(
             device=device.type,
             dtype=dtype,

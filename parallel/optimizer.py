@@ -17,7 +17,9 @@ from isozyme.core.config import OptimConfig
 from isozyme.core.errors import UsageError
 from isozyme.parallel.grad_buffer import GradientBuffer
 from isozyme.parallel.grad_layout import FlatGroup
+from isozyme.parallel.grad_norm import scale_
 from isozyme.parallel.optimizer_backends import Slot, choose
+from isozyme.parallel.optimizer_one_pass import OnePassAdamW
 from isozyme.parallel.shard_spec import ShardSpec
 
 EXP_AVG, EXP_AVG_SQ, MASTER = "optim.exp_avg", "optim.exp_avg_sq", "optim.master"
@@ -52,8 +54,10 @@ class Optimizer:
         """(parameter, master) of those that have a copy."""
         self._backend, self.choice = choose(list(self._slots()), config)
 
-    def step(self, lr: float) -> None:
-        """Update every parameter once from the reduced (and clipped) gradients.
+    def step(self, lr: float, scale: float = 1.0) -> None:
+        """Update every parameter once from the reduced gradients times `scale`, the clipping coefficient.
+
+        Afterwards the gradients may be scaled or not: that depends on the implementation.
 
         Raises:
             UsageError: if the gradients have not been reduced.
@@ -62,7 +66,11 @@ class Optimizer:
             raise UsageError(
                 "step() before buffer.reduce(): each replica would go its own way. Call reduce() first."
             )
-        self._backend.step(lr)
+        if isinstance(self._backend, OnePassAdamW):
+            self._backend.step(lr, scale)
+        else:
+            scale_(self.buffer, scale)
+            self._backend.step(lr)
         self.updates += 1
         self._publish(copied=self._backend.writes_copies)
 

@@ -1,4 +1,4 @@
-"""The arithmetic of AdamW: Transformer Engine's, apex's or torch's kernel behind one small interface.
+"""The arithmetic of AdamW: our, Transformer Engine's, apex's or torch's kernel behind one interface.
 
 All of them update the same tensors in place: masters, and moments that the optimiser owns. So moments can be
 saved and loaded without asking which kernel was used. Transformer Engine's also rounds masters into
@@ -19,6 +19,7 @@ from torch import Tensor
 from isozyme.core.accelerators import Choice, Probe, apex_fused_adam, te_fused_adam
 from isozyme.core.config import OptimConfig
 from isozyme.core.errors import BackendError
+from isozyme.parallel.optimizer_one_pass import OnePassAdamW, one_pass_problem
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -143,8 +144,10 @@ def _bind(probe: Probe, slots: Sequence[Slot], config: OptimConfig) -> tuple[Ada
 
 def choose(
     slots: Sequence[Slot], config: OptimConfig, probes: dict[str, Callable[[], Probe]] | None = None
-) -> tuple[AdamW, Choice]:
-    """The implementation that `config.implementation` names; for `auto` the first usable of te, apex, torch.
+) -> tuple[AdamW | OnePassAdamW, Choice]:
+    """The implementation that `config.implementation` names.
+
+    For `auto` the first usable of triton (one pass, ours), te, apex and torch.
 
     Args:
         slots: what is to be updated.
@@ -158,6 +161,13 @@ def choose(
     found = {"te": te_fused_adam, "apex": apex_fused_adam} if probes is None else probes
     candidates = list(found) if wanted == "auto" else [name for name in found if name == wanted]
     reasons: list[str] = []
+    if wanted in ("auto", "triton"):
+        problem = one_pass_problem(slots)
+        if problem is None:
+            named = "named by optim.implementation" if wanted != "auto" else "preferred"
+            what = "one pass clips, updates masters and writes parameters of lower precision"
+            return OnePassAdamW(slots, config), Choice("triton", f"{named}; {what}")
+        reasons.append(f"not triton: {problem}")
     for name in candidates:
         probe = found[name]()
         reason = _fused(probe, slots)
@@ -166,7 +176,7 @@ def choose(
             named = "named by optim.implementation" if wanted != "auto" else "preferred"
             return backend, Choice(name, "; ".join([named, what, *reasons]))
         reasons.append(f"not {name}: {reason}")
-    if wanted in found:
+    if wanted in (*found, "triton"):
         raise BackendError(
             f"the optimiser implementation that was named cannot run: optim.implementation={wanted}; "
             f"{'; '.join(reasons)}. Use optim.implementation=auto or torch."

@@ -51,14 +51,14 @@ class ShardedOptimizer(Optimizer):
     gather_ahead = False
     """Whether `step` leaves the gathers under way."""
 
-    def step(self, lr: float) -> None:
-        """Update this rank's slices once from the reduced (and clipped) gradients, and gather the others'.
+    def step(self, lr: float, scale: float = 1.0) -> None:
+        """Update this rank's slices once from the reduced gradients times `scale`, and gather the others'.
 
         Raises:
             UsageError: if the gradients have not been reduced.
         """
         self.finish()
-        super().step(lr)
+        super().step(lr, scale)
 
     @torch.no_grad()
     def finish(self) -> None:

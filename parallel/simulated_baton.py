@@ -212,9 +212,10 @@ def _thread_state() -> Callable[[], contextlib.AbstractContextManager[Any]]:
     @contextlib.contextmanager
     def entered() -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            # The collectives of a backward pass must run on the thread of the rank.
-            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(torch.inference_mode(inference))
+            # The collectives of a backward pass must run on the thread of the rank, on a GPU as well. Entering
+            # (no) inference mode allows other threads again, so this comes after it.
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(torch.set_grad_enabled(grad))
             if device.type != "cpu":
                 stack.enter_context(device)

@@ -56,7 +56,7 @@ def train(device: str, implementation: str, dtype: torch.dtype, sharded: bool = 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("implementation", ["te", "apex", "torch"])
+@pytest.mark.parametrize("implementation", ["triton", "te", "apex", "torch"])
 @pytest.mark.parametrize("sharded", [False, True])
 def test_five_steps_on_a_gpu_equal_five_on_the_cpu(implementation, dtype, sharded, tmp_path):
     try:

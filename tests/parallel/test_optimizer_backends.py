@@ -82,6 +82,9 @@ def test_a_fused_kernel_is_refused_where_it_does_not_apply():
     assert choice.name == "torch"
     assert "float64 on cpu" in choice.why
     assert "no apex here" in choice.why
+    assert "not triton: its kernel runs on CUDA" in choice.why
+    with pytest.raises(BackendError, match="not triton"):
+        choose(slots(), OptimConfig(implementation="triton"), probes)
     with pytest.raises(BackendError, match="float64 on cpu"):
         choose(slots(), OptimConfig(implementation="te"), probes)
 
@@ -98,7 +101,7 @@ def test_auto_takes_the_first_that_is_usable(te, chosen):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("implementation", ["te", "apex", "torch"])
+@pytest.mark.parametrize("implementation", ["triton", "te", "apex", "torch"])
 def test_every_implementation_equals_the_written_out_one_on_a_gpu(implementation):
     fused = slots("cuda", torch.float32)
     config = OptimConfig(weight_decay=0.2, implementation=implementation)

@@ -40,6 +40,11 @@ def fails(program: Program, pattern: str, size: int = 2) -> str:
 
 
 class TestResults:
+    def test_backward_stays_on_the_thread_of_its_rank_on_every_device(self) -> None:
+        # A GPU's backward would run on one thread for all ranks, where the first collective waits for ever.
+        assert simulate(2, lambda _world: torch._C._is_multithreading_enabled()) == [False, False]
+        assert torch._C._is_multithreading_enabled()
+
     def test_results_come_in_rank_order(self) -> None:
         assert simulate(5, lambda world: world.rank) == [0, 1, 2, 3, 4]
 
