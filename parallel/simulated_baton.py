@@ -213,8 +213,8 @@ def _thread_state() -> Callable[[], contextlib.AbstractContextManager[Any]]:
     def entered() -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode(inference))
-            # The collectives of a backward pass must run on the thread of the rank, on a GPU as well. Entering
-            # (no) inference mode allows other threads again, so this comes after it.
+            # The collectives of a backward pass must run on the thread of the rank, on a GPU as well. This
+            # comes last, as entering (no) inference mode allows other threads again.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(torch.set_grad_enabled(grad))
             if device.type != "cpu":
