@@ -10,7 +10,9 @@ import functools
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -124,10 +126,48 @@ def _attempt() -> tuple[ModuleType | None, str | None]:
     if "transformer_engine.pytorch" not in sys.modules:
         os.environ.setdefault(FUSED_GROUPED_MLP_SWITCH, "1")
     try:
-        import transformer_engine.pytorch
+        with _with_cudnn_of_torch():
+            import transformer_engine.pytorch
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
         return None, f"import transformer_engine.pytorch failed: {type(error).__name__}: {error}"
     return transformer_engine.pytorch, None
+
+
+@contextmanager
+def _with_cudnn_of_torch() -> Iterator[None]:
+    """Have Transformer Engine load the cuDNN that torch has, unless the user has named one.
+
+    Left alone it takes one of the system before that of torch's package. Two of different versions in one
+    process do not work: whichever comes second fails to load, or torch refuses to use it.
+    """
+    folder = cudnn_of_torch()
+    if folder is None or any(name in os.environ for name in _CUDNN_PLACES):
+        yield
+        return
+    os.environ[_CUDNN_PLACES[0]] = folder
+    try:
+        yield
+    finally:
+        os.environ.pop(_CUDNN_PLACES[0], None)
+
+
+_CUDNN_PLACES = ("CUDNN_HOME", "CUDNN_PATH")
+"""Variables in which Transformer Engine looks for cuDNN first."""
+
+
+def cudnn_of_torch(maps: Path = Path("/proc/self/maps")) -> str | None:
+    """The folder of the cuDNN that torch has loaded, else that of the package beside torch; None if neither.
+
+    Args:
+        maps: the libraries of this process, as Linux lists them.
+    """
+    if maps.exists():
+        for line in maps.read_text().splitlines():
+            path = Path(line.partition("/")[1] + line.partition("/")[2])
+            if path.name.startswith("libcudnn.so"):
+                return str(path.parent)
+    package = Path(torch.__file__).parents[1] / "nvidia" / "cudnn" / "lib"
+    return str(package) if package.is_dir() else None
 
 
 def recipe_for(precision: Precision) -> Any:

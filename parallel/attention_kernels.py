@@ -18,7 +18,6 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from isozyme.core import transformer_engine
 from isozyme.core.accelerators import Choice
 from isozyme.core.context import CUDNN_TILE, AttentionKernel, KernelName
 from isozyme.core.errors import BackendError
@@ -64,20 +63,25 @@ class AttentionFacts:
     ) -> AttentionFacts:
         """The facts of this process. Reads no value from the device."""
         on_cuda = device.type == "cuda" and torch.cuda.is_available() and torch.version.cuda is not None
-        if on_cuda:
-            # Transformer Engine loads the system's cuDNN, and fails if torch has loaded another one before.
-            transformer_engine.why_not()
         return AttentionFacts(
             device=device.type,
             dtype=dtype,
             head_width=head_width,
             grouped=num_kv_heads != num_heads,
             capability=torch.cuda.get_device_capability(device) if on_cuda else None,
-            cudnn=torch.backends.cudnn.version() if on_cuda else None,
+            cudnn=_cudnn_version() if on_cuda else None,
             cudnn_enabled=torch.backends.cuda.cudnn_sdp_enabled(),
             flash_enabled=torch.backends.cuda.flash_sdp_enabled(),
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
+
+
+def _cudnn_version() -> int | None:
+    """That of torch; None if torch refuses the one that the process has loaded."""
+    try:
+        return torch.backends.cudnn.version()
+    except RuntimeError:
+        return None
 
 
 def kernel_problems(kernel: KernelName, facts: AttentionFacts) -> list[str]:
@@ -110,7 +114,7 @@ def kernel_problems(kernel: KernelName, facts: AttentionFacts) -> list[str]:
 def _cudnn_problems(facts: AttentionFacts) -> list[str]:
     found = []
     if facts.capability is not None and (facts.cudnn is None or facts.cudnn < MIN_CUDNN):
-        have = "none" if facts.cudnn is None else str(facts.cudnn)
+        have = "none that it accepts" if facts.cudnn is None else str(facts.cudnn)
         found.append(f"it needs cuDNN {MIN_CUDNN} or later: torch has loaded {have}")
     if facts.deterministic:
         found.append("its backward is not deterministic, and deterministic algorithms were asked for")

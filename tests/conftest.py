@@ -53,15 +53,6 @@ def _fixed_state() -> None:
     torch.set_num_threads(THREADS)
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _transformer_engine_first() -> None:
-    """Where there is a GPU, load Transformer Engine before a test makes torch load another cuDNN."""
-    if torch.cuda.is_available():
-        from isozyme.core.transformer_engine import why_not
-
-        why_not()
-
-
 @pytest.fixture
 def unchecked_annotations() -> Iterator[None]:
     """Switch the annotation checks off, so that a wrong argument reaches the error of the function itself."""

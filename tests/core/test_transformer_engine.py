@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -11,7 +13,13 @@ import torch
 
 from isozyme.core import transformer_engine
 from isozyme.core.errors import BackendError
-from isozyme.core.transformer_engine import FUSED_GROUPED_MLP_SWITCH, fused_switch_is_set, load, why_not
+from isozyme.core.transformer_engine import (
+    FUSED_GROUPED_MLP_SWITCH,
+    cudnn_of_torch,
+    fused_switch_is_set,
+    load,
+    why_not,
+)
 
 
 @pytest.fixture
@@ -128,3 +136,25 @@ def test_its_norm_saves_what_its_backward_takes(monkeypatch):
     found, expected = (torch.autograd.grad(y, (x, weight), upstream) for y in (ours, theirs))
     for one, other in zip((ours, *found), (theirs, *expected), strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_the_cudnn_of_torch_is_found_among_the_loaded_libraries(tmp_path: Path) -> None:
+    maps = tmp_path / "maps"
+    maps.write_text(
+        "7f00-7f01 r--p 00000000 08:01 11  /usr/lib/libcuda.so.1\n"
+        "7f02-7f03 r-xp 00000000 00:00 0\n"
+        "7f04-7f05 r--p 00000000 08:01 12  /opt/env/nvidia/cudnn/lib/libcudnn.so.9\n"
+    )
+    assert cudnn_of_torch(maps) == "/opt/env/nvidia/cudnn/lib"
+
+
+def test_a_cudnn_that_the_user_named_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformer_engine, "cudnn_of_torch", lambda: "/torch/lib")
+    monkeypatch.delenv("CUDNN_PATH", raising=False)
+    monkeypatch.setenv("CUDNN_HOME", "/mine")
+    with transformer_engine._with_cudnn_of_torch():
+        assert os.environ["CUDNN_HOME"] == "/mine"
+    monkeypatch.delenv("CUDNN_HOME")
+    with transformer_engine._with_cudnn_of_torch():
+        assert os.environ["CUDNN_HOME"] == "/torch/lib"
+    assert "CUDNN_HOME" not in os.environ

@@ -18,6 +18,8 @@ from isozyme.parallel.process_groups import ProcessGroups, World
 from tests.distributed.spawn import spawn
 
 HIDDEN, FFN, TOKENS = 1024, 2048, 8192
+LONG = 65_536
+"""Tokens whose exchange takes longer than the host needs to launch the next product."""
 KINDS: dict[str, dict[str, Any]] = {
     "alltoall": {"dispatcher": "alltoall"},
     "allgather": {"dispatcher": "allgather"},
@@ -44,10 +46,10 @@ def build(world: World, **changes: Any) -> MoELayer:
     )
 
 
-def forward(layer: MoELayer, rank: int) -> tuple[Tensor, Tensor]:
+def forward(layer: MoELayer, rank: int, count: int = TOKENS) -> tuple[Tensor, Tensor]:
     draw = torch.Generator(f"cuda:{rank}").manual_seed(rank)
-    tokens = torch.randn(2, TOKENS // 2, HIDDEN, generator=draw, device=f"cuda:{rank}").bfloat16()
-    valid = torch.ones(2, TOKENS // 2, dtype=torch.bool, device=tokens.device)
+    tokens = torch.randn(2, count // 2, HIDDEN, generator=draw, device=f"cuda:{rank}").bfloat16()
+    valid = torch.ones(2, count // 2, dtype=torch.bool, device=tokens.device)
     valid[1, -100 * rank :] = rank == 0
     tokens.requires_grad_()
     output = layer(tokens, valid)
@@ -84,8 +86,8 @@ def _overlapped(world: World) -> list[float]:
     for delay in (False, True):
         layer = build(world, dispatcher="alltoall", shared_ffn=0, delay_wgrad=delay)
         for _ in range(3):
-            forward(layer, world.rank)[1].backward()
-        _, loss = forward(layer, world.rank)
+            forward(layer, world.rank, LONG)[1].backward()
+        _, loss = forward(layer, world.rank, LONG)
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CUDA]) as recorded:
             loss.backward()

@@ -34,7 +34,7 @@ HOPPER = AttentionFacts(
         ({"deterministic": True}, "flash", "not deterministic"),
         ({"cudnn": 91002}, "flash", "from cuDNN 91501 on, and torch has loaded 91002"),
         ({"cudnn": 90100}, "flash", "cuDNN 90500 or later: torch has loaded 90100"),
-        ({"cudnn": None}, "flash", "torch has loaded none"),
+        ({"cudnn": None}, "flash", "torch has loaded none that it accepts"),
         ({"cudnn_enabled": False}, "flash", "enable_cudnn_sdp(False)"),
         ({"head_width": 192}, "flash", "at most 128: head width=192"),
         ({"head_width": 60}, "torch", "multiple of 8"),
