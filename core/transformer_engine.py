@@ -6,12 +6,13 @@ libraries, extension of another version), so an `except ImportError` would not b
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -138,12 +139,17 @@ def _with_cudnn_of_torch() -> Iterator[None]:
     """Have Transformer Engine load the cuDNN that torch has, unless the user has named one.
 
     Left alone it takes one of the system before that of torch's package. Two of different versions in one
-    process do not work: whichever comes second fails to load, or torch refuses to use it.
+    process do not work: whichever comes second fails to load, or torch refuses to use it. cuDNN is several
+    libraries, some of which torch loads late, and what is not loaded yet would be the system's: so all of
+    torch's are loaded before.
     """
     folder = cudnn_of_torch()
     if folder is None or any(name in os.environ for name in _CUDNN_PLACES):
         yield
         return
+    for library in sorted(Path(folder).glob("libcudnn*.so.*")):
+        with suppress(OSError):  # one that cannot be loaded is missed, or not, by the import itself
+            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     os.environ[_CUDNN_PLACES[0]] = folder
     try:
         yield

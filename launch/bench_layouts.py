@@ -21,7 +21,7 @@ from isozyme.core.config import RunConfig
 from isozyme.core.errors import ConfigError
 from isozyme.core.topology import Layout, Topology
 from isozyme.launch.compose import compose
-from isozyme.launch.local import run_ranks
+from isozyme.launch.local import STOPPED, run_ranks
 
 Say = Callable[[str], None]
 
@@ -70,7 +70,7 @@ def layout_runs(recipe: str, layouts: Sequence[str], overrides: Sequence[str], s
 def bench_layouts(
     recipe: str, runs: Sequence[LayoutRun], *, tolerance: float, say: Say = print
 ) -> Iterator[dict[str, Any]]:
-    """Train at each layout; yields one row each.
+    """Train at each layout; yields one row each, up to where somebody stops it (Ctrl-C, SIGTERM).
 
     A row's `difference` is the largest relative difference of a step's loss from that of the first layout
     that ran; past `tolerance` the row is `FAILED`. Speed is the median of the steps after the warm-up, memory
@@ -104,6 +104,9 @@ def bench_layouts(
                 f"out={folder}",
             ]
             code = run_ranks(command, topology)
+            if code in STOPPED:
+                say("  stopped")
+                return
             row |= _found(Path(folder) / "metrics.jsonl", code, topology.world_size)
         if row["status"] == "ok":
             reference = reference or row["losses"]

@@ -21,7 +21,7 @@ from isozyme.core.topology import Topology
 from isozyme.launch.bench_rank import PEERS, Order
 from isozyme.launch.bench_workload import Workload
 from isozyme.launch.environment import RankEnvironment
-from isozyme.launch.local import run_ranks
+from isozyme.launch.local import STOPPED, run_ranks
 from isozyme.moe.experts.registry import BACKENDS
 
 Say = Callable[[str], None]
@@ -98,7 +98,7 @@ def bench_train(
     limit_s: float,
     say: Say = print,
 ) -> Iterator[dict[str, Any]]:
-    """Run the contenders one after the other.
+    """Run the contenders one after the other, up to where somebody stops it (Ctrl-C, SIGTERM).
 
     Args:
         workload: what they run.
@@ -133,6 +133,9 @@ def bench_train(
             if place is None:
                 topology = Topology(workload.config(*contender.overrides()).layout)
                 code = run_ranks(command, topology)
+                if code in STOPPED:
+                    say("  stopped")
+                    return
                 ranks = range(topology.world_size)
             else:
                 code = _child(command, place, number, limit_s)

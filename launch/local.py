@@ -30,6 +30,8 @@ from isozyme.launch.failures import Failure
 _POLL_S = 0.05
 _WORDS_S = 2.0
 """After the first failure the other ranks have this long to fail by themselves and say why."""
+STOPPED = frozenset({128 + signal.SIGINT, 128 + signal.SIGTERM})
+"""Exit codes of a run that was asked to stop before it was done."""
 _SAVE_S = 60.0
 """After a request to stop, the ranks have this long to finish their step and save."""
 

@@ -45,7 +45,7 @@ def test_output_and_gradients_equal_the_slow_twin(
     if packed:
         places = torch.arange(window, device="cuda")
         documents = torch.stack([(places >= 100).long() + (places >= 333).long(), (places >= 256).long()])
-    leaves = [x.double().requires_grad_() for x in whole]
+    leaves = [x.double().clone().requires_grad_() for x in whole]
     expected = whole_window_attention(leaves[0], leaves[1], leaves[2], documents)
     (expected * weight.double()).sum().backward()
     layout = ContextLayout(window=window, size=size)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from isozyme.core.errors import ConfigError
+from isozyme.launch import bench_layouts as bench_layouts_module
 from isozyme.launch.bench import main
 from isozyme.launch.bench_layouts import _compared, layout_runs
 
@@ -44,3 +45,16 @@ def test_a_layout_that_breaks_a_rule_is_refused_before_any_run() -> None:
 def test_a_loss_that_is_no_number_is_never_near() -> None:
     assert _compared([None, 1.0], [1.0, 1.0], 0.5)["status"] == "FAILED"
     assert _compared([1.0, 1.01], [1.0, 1.0], 0.02)["difference"] == pytest.approx(0.01)
+
+
+def test_whoever_stops_one_run_stops_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def stopped(command: object, topology: object) -> int:
+        asked.append((command, topology))
+        return 143
+
+    monkeypatch.setattr(bench_layouts_module, "run_ranks", stopped)
+    runs = layout_runs("L0_sanity", ["dp=1 ep=1", "dp=2 ep=2"], [], 8)
+    assert list(bench_layouts_module.bench_layouts("L0_sanity", runs, tolerance=0.1, say=str)) == []
+    assert len(asked) == 1
