@@ -1,6 +1,7 @@
 """The command `isozyme`: its subcommands, and how errors leave it (exit codes in `isozyme.launch.failures`).
 
     isozyme train RECIPE [key=value ...]     train; starts the ranks itself unless a launcher did
+        --model package.module:factory       … a model of your own (also for eval and verify)
     isozyme eval WEIGHTS FASTA [key=value …] bits per base of a trained model on a genome
     isozyme config RECIPE [key=value ...]    print the composed configuration
     isozyme topology "dp=2 ep=2"             print which rank has which coordinates
@@ -35,6 +36,7 @@ _MODULES: Mapping[str, tuple[str, str]] = MappingProxyType(
 )
 """Commands that parse their own arguments: the module whose `main(argv)` runs, and one line of help."""
 
+_MODEL = "a model of your own: its factory(config, groups, chunk, device, dtype)"
 _OVERRIDES = "dotted.key=value, the value in YAML (model.moe.router.topk=1); later ones win"
 
 
@@ -52,8 +54,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given[:1] and given[0] in _MODULES:
         module, rest = _MODULES[given[0]][0], given[1:]
         return _guarded(lambda: _load(module).main(rest))
-    arguments = parser().parse_args(given)
+    arguments = _parsed(given)
     return _guarded(lambda: arguments.run(arguments))
+
+
+def _parsed(given: Sequence[str]) -> argparse.Namespace:
+    """The arguments; overrides may stand before and after options."""
+    top = parser()
+    arguments, rest = top.parse_known_args(given)
+    if rest and (any(word.startswith("-") for word in rest) or not hasattr(arguments, "overrides")):
+        top.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.overrides = [*arguments.overrides, *rest]
+    return arguments
 
 
 def _guarded(command: Callable[[], int]) -> int:
@@ -77,6 +90,7 @@ def parser() -> argparse.ArgumentParser:
     train = commands.add_parser("train", help="train a recipe; starts the ranks itself unless a launcher did")
     train.add_argument("recipe", metavar="RECIPE", help="name of a recipe, or path of a YAML file")
     train.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES)
+    train.add_argument("--model", metavar="MODULE:FACTORY", help=_MODEL)
     train.set_defaults(run=_train)
     evaluate = commands.add_parser(
         "eval", help="bits per base of trained weights on a genome, each base once"
@@ -84,6 +98,7 @@ def parser() -> argparse.ArgumentParser:
     evaluate.add_argument("weights", metavar="WEIGHTS", help="weights.safetensors of a run")
     evaluate.add_argument("fasta", metavar="FASTA", help="genome to score, plain or gzip")
     evaluate.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES)
+    evaluate.add_argument("--model", metavar="MODULE:FACTORY", help=_MODEL)
     evaluate.set_defaults(run=_evaluate)
     config = commands.add_parser("config", help="print the composed configuration of a recipe")
     config.add_argument("recipe", metavar="RECIPE")
@@ -111,13 +126,14 @@ def _load(module: str) -> Any:
 
 def _train(arguments: argparse.Namespace) -> int:
     start = _load("isozyme.launch.start")
-    code: int = start.train(arguments.recipe, arguments.overrides, os.environ)
+    code: int = start.train(arguments.recipe, arguments.overrides, os.environ, arguments.model)
     return code
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
     evaluate = _load("isozyme.launch.evaluate")
-    for line in evaluate.evaluate_file(arguments.weights, arguments.fasta, arguments.overrides):
+    given = (arguments.weights, arguments.fasta, arguments.overrides, arguments.model)
+    for line in evaluate.evaluate_file(*given):
         print(line)
     return 0
 

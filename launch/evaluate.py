@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from isozyme.core.batch import Batch
-from isozyme.core.errors import CheckpointError, DataError, NonFiniteError
+from isozyme.core.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from isozyme.core.genome.dataset import must_hold_bases
 from isozyme.core.genome.schedule import evaluation_indices
 from isozyme.core.genome.split import Region
@@ -25,8 +25,8 @@ from isozyme.core.genome.stream import TokenStream
 from isozyme.core.genome.windows import BLANK, HeldOutWindows
 from isozyme.core.topology import Topology
 from isozyme.launch.compose import compose_stored
+from isozyme.launch.factory import factory_of
 from isozyme.launch.requirements import Machine, check
-from isozyme.models.decoder import build_model
 from isozyme.models.stage import Stage
 from isozyme.models.types import Chunk, ModelOutput
 from isozyme.parallel.process_groups import ProcessGroups, SingleWorld
@@ -115,22 +115,33 @@ def held_out_batches(
         yield windows.batch([chosen[place] if place != BLANK else BLANK for place in places])
 
 
-def evaluate_file(weights: str, fasta: str, overrides: Sequence[str] = ()) -> list[str]:
+def evaluate_file(
+    weights: str, fasta: str, overrides: Sequence[str] = (), model_name: str | None = None
+) -> list[str]:
     """Score a whole FASTA file with the weights of a run, in this process config.
 
     Args:
         weights: a `weights.safetensors` of a run; its header holds the configuration.
         fasta: path of the genome.
         overrides: `key=value` on top of that configuration, such as data.window=1024 or device=cpu.
+        model_name: `package.module:factory` of the model, if it is not the package's decoder. It must be said
+            here: a file of weights alone never makes this process import something.
 
     Returns:
         Lines of text: the result, and what ran.
 
     Raises:
         CheckpointError: the weights are missing, damaged or of another model.
+        ConfigError: the weights are of a model of a user's own, which was not named.
         DataError: the FASTA file is missing or malformed.
     """
     stored = read_metadata(Path(weights))
+    if model_name is None and stored.get("model") is not None:
+        raise ConfigError(
+            f"these weights are of a model of your own: {weights} was trained with --model "
+            f"{stored['model']}. Give the same --model, if you trust that module."
+        )
+    factory = factory_of(model_name)
     config = compose_stored(stored["config"], weights, [*_ALONE, *overrides, f"data.fasta={fasta}"])
     choice = check(config, Machine.here())
     device = torch.device(choice.device)
@@ -140,7 +151,7 @@ def evaluate_file(weights: str, fasta: str, overrides: Sequence[str] = ()) -> li
         whole = [Region(contig, 0, length) for contig, length in enumerate(genome.lengths)]
         must_hold_bases(genome, whole, "the file")
         windows = HeldOutWindows(TokenStream(genome, whole), window=config.data.window)
-        model = build_model(config, groups, Chunk.whole(config.model.num_layers), device, choice.dtype)
+        model = factory(config, groups, Chunk.whole(config.model.num_layers), device, choice.dtype)
         load_weights(weights, model, groups)
         batches = held_out_batches(windows, range(len(windows)), groups, config.train.micro_batch)
         result = evaluate(model, batches, groups, device)

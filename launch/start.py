@@ -16,17 +16,16 @@ from isozyme.core.genome.dataset import GenomeData
 from isozyme.core.topology import Topology
 from isozyme.launch.compose import compose
 from isozyme.launch.environment import ALONE, RankEnvironment, detect, die_with_parent, threads_per_rank
+from isozyme.launch.factory import factory_of
 from isozyme.launch.local import run_ranks
 from isozyme.launch.requirements import Machine, check, output_folder
 from isozyme.launch.run_folder import claimed
 from isozyme.launch.trainer import Run, train_rank
-from isozyme.models.decoder import build_model
-from isozyme.models.types import ModelFactory
 from isozyme.parallel.distributed import torch_world
 from isozyme.parallel.process_groups import ProcessGroups, SingleWorld
 
 
-def train(recipe: str, overrides: Sequence[str], env: Mapping[str, str]) -> int:
+def train(recipe: str, overrides: Sequence[str], env: Mapping[str, str], model: str | None = None) -> int:
     """The command `isozyme train`.
 
     In a process that torchrun, srun or the local launcher made a rank, it joins the others. Else it checks
@@ -36,32 +35,36 @@ def train(recipe: str, overrides: Sequence[str], env: Mapping[str, str]) -> int:
         recipe: name of a recipe or path of a YAML file.
         overrides: `key=value`.
         env: the environment variables.
+        model: `package.module:factory` of a model of the user's own; the package's decoder if None.
 
     Returns:
         The exit code.
     """
     config = compose(recipe, overrides)
+    factory_of(model)  # refuses what cannot be had before anything starts
     place = detect(env)
     if place is not None:
         die_with_parent(env)
-        return run_rank(config, place)
+        return run_rank(config, place, model)
     check(config, Machine.here())
     topology = Topology(config.layout)
     folder = output_folder(config)
     with claimed(config, folder):  # given up again for rank 0, which holds it while the run lasts
         open_data(config, folder)
     if topology.world_size == 1:
-        return run_rank(config, ALONE)
-    return run_ranks([sys.executable, "-m", "isozyme.launch", "train", recipe, *overrides], topology)
+        return run_rank(config, ALONE, model)
+    named = [] if model is None else ["--model", model]
+    command = [sys.executable, "-m", "isozyme.launch", "train", recipe, *overrides, *named]
+    return run_ranks(command, topology)
 
 
-def run_rank(config: RunConfig, place: RankEnvironment, factory: ModelFactory = build_model) -> int:
+def run_rank(config: RunConfig, place: RankEnvironment, model: str | None = None) -> int:
     """Be one rank of a training run, from joining the others to the closing table.
 
     Args:
         config: the run, the same on all ranks.
         place: which rank this is.
-        factory: builds the model.
+        model: as for `train`.
 
     Returns:
         The exit code.
@@ -76,8 +79,16 @@ def run_rank(config: RunConfig, place: RankEnvironment, factory: ModelFactory = 
     with claimed(config, folder) if place.rank == 0 else nullcontext():
         data = open_data(config, folder)
         with join(config, place, device) as groups:
-            run = Run(config=config, groups=groups, device=device, choice=choice, folder=folder, data=data)
-            finish = train_rank(run, factory)
+            run = Run(
+                config=config,
+                groups=groups,
+                device=device,
+                choice=choice,
+                folder=folder,
+                data=data,
+                model=model,
+            )
+            finish = train_rank(run, factory_of(model))
         return finish()
 
 

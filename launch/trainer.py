@@ -49,6 +49,8 @@ class Run:
     choice: Choice
     folder: Path
     data: GenomeData
+    model: str | None = None
+    """`package.module:factory` that builds it; None for the package's decoder."""
 
     @property
     def is_leader(self) -> bool:
@@ -131,6 +133,7 @@ def train_rank(run: Run, factory: ModelFactory) -> Callable[[], int]:
                 "config": asdict(config),
                 "step": progress.done,
                 "genome_sha256": run.data.genome.sha256,
+                "model": run.model,
             },
         )
     result = evaluate(model, _held_out(run), run.groups, run.device)

@@ -29,8 +29,6 @@ runs faults made on purpose (`isozyme.launch.verify_faults`) and succeeds if eve
 from __future__ import annotations
 
 import argparse
-import importlib
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -43,6 +41,7 @@ from isozyme.core.errors import ConfigError
 from isozyme.core.topology import Layout
 from isozyme.launch.cli import parse_layout
 from isozyme.launch.compose import compose
+from isozyme.launch.factory import load_factory
 from isozyme.launch.verify_all import Subject, families_of, verify_families
 from isozyme.launch.verify_families import DEFAULT_MODEL, DEFAULT_RECIPE
 from isozyme.launch.verify_judge import Reference
@@ -140,29 +139,6 @@ def run(arguments: argparse.Namespace) -> int:
             ),
         )
     return 0 if print_outcomes(outcomes, console) else 1
-
-
-def load_factory(name: str) -> ModelFactory:
-    """The factory that `package.module:name` names; the current folder is searched as well.
-
-    Raises:
-        ConfigError: if there is no such thing, or it cannot be called.
-    """
-    module_name, colon, attribute = name.partition(":")
-    if not colon or not module_name or not attribute:
-        raise ConfigError(f"a model is named package.module:factory: --model={name}.")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(f"the model's module must be importable: --model={name}; {error}.") from error
-    found = getattr(module, attribute, None)
-    if not callable(found):
-        raise ConfigError(
-            f"the model must be a factory: --model={name}; {module_name} has no callable {attribute}."
-        )
-    return found
 
 
 def _all(
