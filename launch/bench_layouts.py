@@ -45,7 +45,8 @@ def layout_runs(recipe: str, layouts: Sequence[str], overrides: Sequence[str], s
 
     Args:
         recipe: what is trained.
-        layouts: sizes by axis, such as `tp=2 dp=2`; other words are settings of that run alone.
+        layouts: sizes by axis, such as `tp=2 dp=2`, those of the others being 1 (of dp: the least that fits);
+            other words are settings of that run alone. Without an axis the layout is that of the recipe.
         overrides: settings of all runs.
         steps: optimiser steps of each.
 
@@ -56,7 +57,7 @@ def layout_runs(recipe: str, layouts: Sequence[str], overrides: Sequence[str], s
         raise ConfigError(f"--steps must be at least {WARM_UP + 2}, of which {WARM_UP} warm up: {steps}.")
     found = []
     for text in layouts:
-        own = [f"layout.{word}" if word.partition("=")[0] in _AXES else word for word in text.split()]
+        own = _overrides(text)
         every = (
             *("train.eval_windows=8", *overrides, *own),
             *(f"train.steps={steps}", "train.log_every=1", "train.eval_every=0", "train.checkpoint_every=0"),
@@ -65,6 +66,16 @@ def layout_runs(recipe: str, layouts: Sequence[str], overrides: Sequence[str], s
         config.validate()
         found.append(LayoutRun(text=text, overrides=every, config=config))
     return found
+
+
+def _overrides(text: str) -> list[str]:
+    """The settings that a text says. If it names an axis it says the whole layout: the others are 1."""
+    words = [f"layout.{word}" if word.partition("=")[0] in _AXES else word for word in text.split()]
+    named = {word.partition("=")[0] for word in words}
+    sizes = {f"layout.{axis}": 1 for axis in _AXES - {"order", "dp"}} | {"layout.dp": "null"}
+    if named.isdisjoint(sizes):
+        return words
+    return [*(f"{axis}={size}" for axis, size in sorted(sizes.items()) if axis not in named), *words]
 
 
 def bench_layouts(

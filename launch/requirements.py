@@ -188,6 +188,8 @@ def _experts_problems(config: RunConfig, device: str) -> list[str]:
         hidden=model.hidden,
         ffn=model.moe.ffn // max(layout.etp, 1),
         precision=config.precision,
+        delay_wgrad=model.moe.delay_wgrad,
+        cache_quantized=model.moe.cache_quantized_weights,
     )
     try:
         choose_backend(model.moe.experts, setting)

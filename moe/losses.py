@@ -100,7 +100,7 @@ def balance_loss(
     if scope == "global_lagged":
         factors = _lagged_fractions(lagged_counts, share_sums) * (coefficient * experts) / real[:, None]
     else:
-        factors = counts * (coefficient * experts / topk) / real.square()[:, None]
+        factors = counts * (coefficient * experts / topk / real.square())[:, None]
     return (factors.to(shares.dtype) * share_sums).sum()
 
 

@@ -53,6 +53,7 @@ class Optimizer:
         self._rounded: list[tuple[nn.Parameter, Tensor]] = []
         """(parameter, master) of those that have a copy."""
         self._backend, self.choice = choose(list(self._slots()), config)
+        self._addresses = [segment.parameter.data_ptr() for segment in buffer.segments]
 
     def step(self, lr: float, scale: float = 1.0) -> None:
         """Update every parameter once from the reduced gradients times `scale`, the clipping coefficient.
@@ -60,12 +61,13 @@ class Optimizer:
         Afterwards the gradients may be scaled or not: that depends on the implementation.
 
         Raises:
-            UsageError: if the gradients have not been reduced.
+            UsageError: if the gradients have not been reduced, or a parameter was moved or cast.
         """
         if not self.buffer.reduced:
             raise UsageError(
                 "step() before buffer.reduce(): each replica would go its own way. Call reduce() first."
             )
+        self._must_be_in_place()
         if isinstance(self._backend, OnePassAdamW):
             self._backend.step(lr, scale)
         else:
@@ -96,8 +98,23 @@ class Optimizer:
     @torch.no_grad()
     def refresh_masters(self) -> None:
         """Take masters from the parameters: after weights alone were loaded into the model."""
+        self._must_be_in_place()
         for parameter, master in self._rounded:
             master.copy_(parameter)
+
+    def _must_be_in_place(self) -> None:
+        """Refuse parameters that are elsewhere by now: the update would go to the memory that they left."""
+        moved = [
+            segment.spec.name
+            for segment, address in zip(self.buffer.segments, self._addresses, strict=True)
+            if segment.parameter.data_ptr() != address
+        ]
+        if moved:
+            raise UsageError(
+                "an optimiser updates parameters where they were when it was made: "
+                f"{len(moved)} of {len(self._addresses)} were moved or cast since, such as {moved[0]}. "
+                "Move and cast the model first, then make its gradient buffer and optimiser."
+            )
 
     def _check(self, buffer: GradientBuffer) -> None:
         if buffer.sharded:

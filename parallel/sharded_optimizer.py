@@ -55,7 +55,7 @@ class ShardedOptimizer(Optimizer):
         """Update this rank's slices once from the reduced gradients times `scale`, and gather the others'.
 
         Raises:
-            UsageError: if the gradients have not been reduced.
+            UsageError: if the gradients have not been reduced, or a parameter was moved or cast.
         """
         self.finish()
         super().step(lr, scale)
@@ -121,6 +121,7 @@ class ShardedOptimizer(Optimizer):
 
         Gathers under way must have been finished before the weights were loaded.
         """
+        self._must_be_in_place()
         for share in self._shares:
             share.refresh_masters()
 

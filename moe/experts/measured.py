@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
@@ -87,26 +88,39 @@ def shipped_tables() -> Iterator[MeasuredTable]:
     folder = files("isozyme.moe.experts") / "measured_on"
     for entry in sorted(folder.iterdir(), key=lambda each: each.name):
         if entry.name.endswith(".json"):
-            yield table_from(json.loads(entry.read_text()), entry.name)
+            yield table_from(_read(entry), entry.name)
 
 
-def table_from(document: Mapping[str, Any], where: str | Path) -> MeasuredTable:
+def _read(entry: Traversable) -> Any:
+    try:
+        return json.loads(entry.read_text())
+    except ValueError as error:
+        raise DataError(f"a table of measured backends is JSON: {entry} is not: {error}.") from error
+
+
+def table_from(document: Any, where: str | Path) -> MeasuredTable:
     """A table from the JSON of its file.
 
     Raises:
         DataError: if the document is none.
     """
-    if document.get("schema") != SCHEMA:
+    if not isinstance(document, Mapping) or document.get("schema") != SCHEMA:
         raise DataError(f"a table of measured backends has schema={SCHEMA}: {where} has not.")
     sizes = ("hidden", "ffn", "num_local_experts", "rows")
-    return MeasuredTable(
-        gpu=document["gpu"],
-        measurements=tuple(
-            Measurement(
-                precision=row["precision"],
-                shape=Shape(**{size: row[size] for size in sizes}),
-                ms=row["ms"],
-            )
-            for row in document["measurements"]
-        ),
-    )
+    try:
+        return MeasuredTable(
+            gpu=document["gpu"],
+            measurements=tuple(
+                Measurement(
+                    precision=row["precision"],
+                    shape=Shape(**{size: int(row[size]) for size in sizes}),
+                    ms={name: float(ms) for name, ms in row["ms"].items()},
+                )
+                for row in document["measurements"]
+            ),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(
+            f"a table of measured backends is written by isozyme bench report --auto-table: {where} is not "
+            f"complete ({type(error).__name__}: {error}). Make it anew."
+        ) from error

@@ -35,6 +35,12 @@ def test_words_that_name_no_axis_are_settings_of_their_run() -> None:
     assert (second.config.precision, second.config.optim.lr) == ("fp32", 0.5)
 
 
+def test_axes_that_are_not_named_have_size_one_whatever_the_recipe_says() -> None:
+    texts = ["dp=1", "tp=2", "cp=2 ep=2", "precision=bf16", "order=tp-cp-dp-ep-pp"]
+    layouts = [run.config.layout for run in layout_runs("L0_sanity", texts, [], 8)]
+    assert [str(layout) for layout in layouts] == ["dp=1", "tp=2 dp=1", "cp=2 dp=1 ep=2", *2 * ["dp=2 ep=2"]]
+
+
 def test_a_layout_that_breaks_a_rule_is_refused_before_any_run() -> None:
     with pytest.raises(ConfigError, match="tp"):
         layout_runs("L0_sanity", ["dp=1 ep=1", "tp=5 dp=1 ep=1"], [], 20)

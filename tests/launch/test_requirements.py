@@ -124,3 +124,11 @@ def test_an_output_folder_that_cannot_be_written_is_refused(tmp_path: Path, belo
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="must be writable: out="):
         output_folder(replace(tiny(), out=str(tmp_path / below)))
+
+
+def test_options_of_the_experts_that_their_backend_lacks_are_refused_with_the_rest() -> None:
+    asked = ("model.moe.delay_wgrad=true", "model.moe.cache_quantized_weights=true")
+    emulated = ("model.moe.experts=mxfp8_emulated", "precision=mxfp8_emulated", "optim.implementation=te")
+    found = refusal(machine(), *asked, *emulated)
+    assert "lacks 2 things" in found
+    assert all(key in found for key in ("delay_wgrad=false", "cache_quantized_weights=false", "optimiser te"))

@@ -16,7 +16,7 @@ from isozyme.core.topology import Layout, Topology
 from isozyme.moe.experts.experts import Experts
 from isozyme.moe.experts.grouped_mm import grouped_linear, grouped_mm_experts, row_offsets
 from isozyme.moe.experts.loop import loop_experts
-from isozyme.moe.experts.measured import MeasuredTable, Measurement, Shape, shipped_tables, table_from
+from isozyme.moe.experts.measured import SCHEMA, MeasuredTable, Measurement, Shape, shipped_tables, table_from
 from isozyme.moe.experts.registry import GROUPED_MM, LOOP, Backend, ExpertSetting, choose_backend
 from isozyme.moe.experts.storage import ExpertWeights, stack_of
 from isozyme.moe.types import Dispatched, ExpertFunction
@@ -251,6 +251,24 @@ def test_a_user_of_8_bits_hears_where_bf16_is_faster() -> None:
 def test_a_table_of_another_kind_is_refused() -> None:
     with pytest.raises(DataError, match="schema="):
         table_from({"schema": "other"}, "x.json")
+
+
+ROW = {"precision": "bf16", "hidden": 8, "ffn": 8, "num_local_experts": 1, "rows": 8, "ms": {"te": 1.0}}
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        [],
+        {"schema": SCHEMA},
+        {"schema": SCHEMA, "gpu": "G", "measurements": [{**ROW, "ms": [1.0]}]},
+        {"schema": SCHEMA, "gpu": "G", "measurements": [{**ROW, "rows": None}]},
+        {"schema": SCHEMA, "gpu": "G", "measurements": [{**ROW, "ms": {"te": "fast"}}]},
+    ],
+)
+def test_a_table_with_something_missing_is_refused_by_name(broken: Any) -> None:
+    with pytest.raises(DataError, match=r"x\.json"):
+        table_from(broken, "x.json")
 
 
 def test_experts_on_the_meta_device_wait_with_the_choice_of_a_backend() -> None:

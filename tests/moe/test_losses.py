@@ -67,6 +67,15 @@ def check_against(loss: Tensor, expected: Tensor, shares: Tensor) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
 
 
+def test_coefficients_of_a_double_precision_loss_are_double_too() -> None:
+    shares, ids, valid = random_case(0, 2, 6, 5, 2, 1.0)
+    assert shares.dtype == torch.float64
+    shares = shares.detach()
+    loss = balance_loss(shares, ids, valid, 2, coefficient=0.01)
+    parts = zip(pieces(shares, 2), pieces(ids, 2), pieces(valid, 2), strict=True)
+    assert float(loss) == pytest.approx(0.01 * sum(float(naive_window_loss(*p)) for p in parts), rel=1e-14)
+
+
 @given(st.data(), st.integers(0, 4))
 def test_sequence_loss_is_the_sum_of_naive_window_losses(data: st.DataObject, windows: int) -> None:
     shares, ids, valid = random_case(

@@ -10,6 +10,7 @@ from torch import nn
 
 from isozyme.core.accelerators import Probe
 from isozyme.core.config import OptimConfig
+from isozyme.core.errors import UsageError
 from isozyme.core.initialisation import Init
 from isozyme.core.topology import Layout, Topology
 from isozyme.parallel import optimizer_backends
@@ -156,3 +157,21 @@ def test_the_choice_says_what_the_kernel_writes(fused):
     assert what in optimizer.choice.why
     _, _, wide = steps(SingleWorld(), Layout(), "te", sharded=False, dtype=torch.float32)
     assert not wide._backend.writes_copies
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameters_that_were_cast_since_are_refused_and_not_left_behind(sharded, dtype):
+    def program(world):
+        groups, model = build(world, Layout(dp=2), dtype)
+        buffer = GradientBuffer(model.parameters(), groups, sharded=sharded)
+        optimizer = make_optimizer(buffer, OptimConfig(lr=0.1))
+        model.double()
+        buffer.zero()
+        buffer.reduce()
+        with pytest.raises(UsageError, match="were moved or cast since"):
+            optimizer.step(0.1)
+        with pytest.raises(UsageError, match="Move and cast the model first"):
+            optimizer.refresh_masters()
+
+    simulate(2, program)
