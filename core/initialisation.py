@@ -19,6 +19,7 @@ from torch import Tensor
 
 _THREAD_ELEMENTS = 1 << 20
 """Elements that are worth a thread."""
+_WORD = 1 << 64
 
 
 @dataclass(frozen=True)
@@ -79,9 +80,13 @@ def initial_shard(
     out = np.empty((shape[init_dim], *(part.stop - part.start for part in within)), dtype=np.float32)
 
     def draw(rows: range) -> None:
+        # A generator made for each row would give the same numbers, and ask the system for entropy each time.
+        bits = np.random.Philox(key=0)
+        generator, state = np.random.Generator(bits), bits.state
         for place in rows:
             key = name_key(seed, name, slices[init_dim].start + place)
-            generator = np.random.Generator(np.random.Philox(key=key))
+            state["state"]["key"][:] = key % _WORD, key // _WORD
+            bits.state = state
             out[place] = generator.standard_normal(row_shape, dtype=np.float32)[within]
 
     workers = min(torch.get_num_threads(), -(-out.size // _THREAD_ELEMENTS))

@@ -9,8 +9,10 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Mapping
+from functools import cache
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -21,6 +23,8 @@ from isozyme.parallel.parameters import local_initial_value
 from isozyme.parallel.process_groups import ProcessGroups, World
 from isozyme.parallel.shard_spec import Replica, ShardSpec, attach
 
+UNCHECKED = pytest.mark.usefixtures("unchecked_annotations")
+"""For sweeps over layouts: the tests beside them check annotations at layouts that are given."""
 NUM_EXPERTS = 8
 PARTIAL: Mapping[str, Replica] = {"tp": "partial", "cp": "partial", "dp": "partial"}
 
@@ -44,7 +48,8 @@ def layouts(most: int = 8) -> st.SearchStrategy[Layout]:
     return st.sampled_from(_layouts(most))
 
 
-def global_specs(pp: int = 1, tp: int = 1) -> list[tuple[ShardSpec, tuple[int, ...], int | None]]:
+@cache
+def global_specs(pp: int = 1, tp: int = 1) -> tuple[tuple[ShardSpec, tuple[int, ...], int | None], ...]:
     """(spec, pipeline stages that hold it, number of the expert) of every tensor of the model."""
     normal = Init.normal(0.5)
     found: list[tuple[ShardSpec, tuple[int, ...], int | None]] = []
@@ -81,7 +86,7 @@ def global_specs(pp: int = 1, tp: int = 1) -> list[tuple[ShardSpec, tuple[int, .
                     init=normal,
                 )
                 found.append((spec, stages, expert))
-    return found
+    return tuple(found)
 
 
 def holds(topology: Topology, rank: int, stages: tuple[int, ...], expert: int | None) -> bool:
@@ -145,6 +150,12 @@ def build(
 
 def random_tensor(name: str, shape: tuple[int, ...], *key: int) -> Tensor:
     """A float64 tensor that depends on its name and key alone; magnitudes differ much from name to name."""
+    return _drawn(name, shape, *key).clone()
+
+
+@cache
+def _drawn(name: str, shape: tuple[int, ...], *key: int) -> Tensor:
+    """Once: a world asks for the same numbers several times, and so does the next one."""
     rng = np.random.default_rng([zlib.crc32(name.encode()), *key])
     return torch.from_numpy(rng.standard_normal(shape)) * 10.0 ** float(rng.integers(-2, 3))
 

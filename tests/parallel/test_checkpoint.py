@@ -26,7 +26,7 @@ from isozyme.parallel.optimizer import Optimizer
 from isozyme.parallel.process_groups import ProcessGroups, SingleWorld
 from isozyme.parallel.shard_spec import ShardSpec, attach, dense_spec, named_shards
 from isozyme.parallel.simulated import simulate
-from tests.parallel.sharded_model import backward, build, layouts
+from tests.parallel.sharded_model import UNCHECKED, backward, build, layouts
 
 
 def tag(model, groups) -> None:
@@ -67,12 +67,14 @@ def load_and_compare(layout: Layout, path) -> None:
     on_ranks(layout, program)
 
 
+@UNCHECKED
 @settings(max_examples=10)
 @given(layouts(most=4), layouts(most=8))
 def test_values_saved_at_one_layout_load_at_any_other(tmp_path_factory, one, other):
     load_and_compare(other, save(one, tmp_path_factory.mktemp("checkpoints")))
 
 
+@UNCHECKED
 @pytest.mark.parametrize("saved", [1, 2, 4])
 def test_every_expert_comes_back_as_itself_at_every_ep(tmp_path, saved):
     path = save(Layout(dp=4, ep=saved), tmp_path)

@@ -17,7 +17,7 @@ from isozyme.parallel.grad_buffer import GradientBuffer
 from isozyme.parallel.process_groups import ProcessGroups, SingleWorld
 from isozyme.parallel.shard_spec import attach, dense_spec
 from isozyme.parallel.simulated import simulate
-from tests.parallel.sharded_model import backward, build, global_gradients, layouts
+from tests.parallel.sharded_model import UNCHECKED, backward, build, global_gradients, layouts
 
 
 def worst_error(buffer: GradientBuffer, want: dict[str, torch.Tensor]) -> float:
@@ -44,6 +44,7 @@ def reduced(layout: Layout, **options: Any) -> list[float]:
     return simulate(Topology(layout).world_size, program)
 
 
+@UNCHECKED
 @settings(max_examples=15)
 @given(layouts())
 def test_reduced_gradients_equal_the_sum_of_all_parts_on_every_layout(layout):
@@ -74,6 +75,7 @@ def test_the_oracle_refuses_averaged_expert_gradients(factor):
     assert min(simulate(4, program)) > 0.1
 
 
+@UNCHECKED
 @settings(max_examples=15)
 @given(layouts(), st.integers(1, 3000), st.randoms(use_true_random=False))
 def test_buckets_and_the_order_of_readiness_change_nothing(layout, bucket_bytes, random):

@@ -15,7 +15,7 @@ from isozyme.parallel.grad_buffer import GradientBuffer
 from isozyme.parallel.grad_norm import clip_, global_norm
 from isozyme.parallel.optimizer import Optimizer
 from isozyme.parallel.simulated import simulate
-from tests.parallel.sharded_model import backward, build, global_gradients, layouts
+from tests.parallel.sharded_model import UNCHECKED, backward, build, global_gradients, layouts
 
 
 def gathered_norm(layout: Layout) -> float:
@@ -31,6 +31,7 @@ def reduced_buffer(world, layout):
     return buffer, model
 
 
+@UNCHECKED
 @settings(max_examples=15)
 @given(layouts())
 def test_the_norm_is_that_of_the_gathered_gradients_on_every_layout(layout):
@@ -61,6 +62,7 @@ def test_the_oracle_refuses_wrong_norms(fault):
     assert simulate(4, wrong)[0] != pytest.approx(gathered_norm(layout), rel=1e-2)
 
 
+@UNCHECKED
 @settings(max_examples=8)
 @given(layouts(most=4))
 def test_clipping_multiplies_every_gradient_by_one_coefficient(layout):

@@ -19,6 +19,7 @@ from isozyme.parallel.shard_spec import ShardSpec, attach, dense_spec
 from isozyme.parallel.simulated import simulate
 from tests.parallel.sharded_model import (
     PARTIAL,
+    UNCHECKED,
     backward,
     build,
     global_gradients,
@@ -72,6 +73,7 @@ def trained(world, layout):
     return groups, model, optimizer
 
 
+@UNCHECKED
 @settings(max_examples=12)
 @given(layouts())
 def test_three_steps_equal_adamw_on_the_gathered_model(layout):

@@ -12,7 +12,7 @@ from isozyme.parallel.parameters import create_parameter, local_initial_value
 from isozyme.parallel.process_groups import ProcessGroups, SingleWorld
 from isozyme.parallel.shard_spec import ShardSpec, dense_spec, spec_of
 from isozyme.parallel.simulated import simulate
-from tests.parallel.sharded_model import build, global_specs, layouts
+from tests.parallel.sharded_model import UNCHECKED, build, global_specs, layouts
 
 
 def whole(spec: ShardSpec) -> torch.Tensor:
@@ -22,6 +22,7 @@ def whole(spec: ShardSpec) -> torch.Tensor:
     )
 
 
+@UNCHECKED
 @settings(max_examples=15)
 @given(layouts())
 def test_every_shard_is_the_slice_of_the_same_whole_at_every_layout(layout):

@@ -22,7 +22,7 @@ from isozyme.parallel.process_groups import ProcessGroups, SingleWorld
 from isozyme.parallel.shard_spec import named_shards
 from isozyme.parallel.sharded_optimizer import ShardedOptimizer, make_optimizer
 from isozyme.parallel.simulated import simulate
-from tests.parallel.sharded_model import ShardedModel, backward, build, layouts
+from tests.parallel.sharded_model import UNCHECKED, ShardedModel, backward, build, layouts
 
 CONFIG = OptimConfig(lr=0.1, weight_decay=0.3, implementation="torch")
 WIDE = Layout(tp=2, cp=2, dp=2, pp=1, ep=2)
@@ -57,6 +57,7 @@ def trained(layout: Layout, *, sharded: bool, dtype=torch.float64, count: int = 
     return simulate(Topology(layout).world_size, program)
 
 
+@UNCHECKED
 @settings(max_examples=12)
 @given(layouts(), st.sampled_from([None, 100, 1000]))
 def test_sharded_updates_equal_unsharded_ones_on_every_layout(layout, bucket_bytes):
@@ -172,6 +173,7 @@ def whole_state(groups, model, optimizer) -> list[Any]:
     return [*named_shards(model), *optimizer.state()]
 
 
+@UNCHECKED
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(
     ("saved", "loaded"),

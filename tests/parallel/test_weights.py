@@ -13,7 +13,7 @@ from isozyme.core.errors import CheckpointError
 from isozyme.core.topology import Layout
 from isozyme.parallel.shard_spec import named_shards
 from isozyme.parallel.weights import load_weights, save_weights
-from tests.parallel.sharded_model import global_specs, layouts
+from tests.parallel.sharded_model import UNCHECKED, global_specs, layouts
 from tests.parallel.test_checkpoint import files_limited_to, on_ranks, tag
 
 
@@ -35,6 +35,7 @@ def compare(layout: Layout, path) -> None:
     on_ranks(layout, program)
 
 
+@UNCHECKED
 @settings(max_examples=8)
 @given(layouts(most=8), layouts(most=4))
 def test_weights_of_any_layout_load_at_any_other(tmp_path_factory, one, other):
