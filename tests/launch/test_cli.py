@@ -108,22 +108,23 @@ def test_a_command_with_a_parser_of_its_own_gets_its_arguments_whole(
 
 
 def test_two_ranks_train_from_the_shell_as_one_does(tmp_path: Path) -> None:
+    given = ["train", "L0_sanity", *TINY, "train.steps=3", "precision=fp64"]
+    done = subprocess.run(
+        [sys.executable, "-m", "isozyme.launch", *given, f"out={tmp_path / 'two'}"],
+        env=clean_env(),
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Markov baseline") == 1
+    assert main([*given, "layout.dp=1", "layout.ep=1", f"out={tmp_path / 'one'}"]) == 0
     losses = []
-    for name, layout in (("two", []), ("one", ["layout.dp=1", "layout.ep=1"])):
-        out = tmp_path / name
-        command = [sys.executable, "-m", "isozyme.launch", "train", "L0_sanity", *TINY, *layout, f"out={out}"]
-        done = subprocess.run(
-            [*command, "train.steps=3", "precision=fp64"],
-            env=clean_env(),
-            capture_output=True,
-            text=True,
-            timeout=110,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count("Markov baseline") == 1
-        records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    for name in ("two", "one"):
+        records = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         losses.append([record["loss"] for record in records if record["kind"] == "train"])
+    assert len(losses[0]) == 3
     assert losses[0] == pytest.approx(losses[1], rel=1e-9)
 
 

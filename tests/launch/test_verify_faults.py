@@ -10,6 +10,7 @@ from rich.console import Console
 
 from isozyme.core.config import RunConfig
 from isozyme.core.topology import Layout, Topology
+from isozyme.launch import verify_run
 from isozyme.launch.compose import compose
 from isozyme.launch.verify_faults import FAULTS
 from isozyme.launch.verify_judge import Outcome
@@ -18,6 +19,12 @@ from isozyme.launch.verify_tamper import Fault
 from isozyme.launch.verify_trials import Grounds, Trial, fault_layout
 
 pytestmark = pytest.mark.usefixtures("unchecked_annotations")  # whole training steps; checked elsewhere
+
+
+@pytest.fixture(autouse=True)
+def _two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first two steps show, all of them show."""
+    monkeypatch.setattr(verify_run, "STEPS", 2)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Three optimiser steps of a small decoder in fp64, on one rank or in a pipeline, and what must be equal.
+"""Two optimiser steps of a small decoder in fp64, on one rank or in a pipeline, and what must be equal.
 
 The windows are unlike: padding, two documents, labels that do not count, one that is padding alone.
 """
@@ -29,7 +29,8 @@ from isozyme.parallel.process_groups import ProcessGroups, SingleWorld, World
 from isozyme.parallel.shard_spec import named_shards
 from tests.models.common import CPU, random_batch, tiny
 
-STEPS, WINDOWS = 3, 8
+STEPS, WINDOWS = 2, 8
+"""The second step starts from weights, moments and biases that the first has changed."""
 Change = Callable[[nn.Module, ProcessGroups], nn.Module]
 """Changes or wraps a chunk that a rank has built."""
 
@@ -71,7 +72,7 @@ class Seen:
 
 
 def train(config: RunConfig, world: World, change: Change | None = None, device: torch.device = CPU) -> Seen:
-    """Three steps of one rank, and an evaluation."""
+    """All steps of one rank, and an evaluation."""
     groups = ProcessGroups(Topology(config.layout), world)
     stage = Stage.build(build_model, config, groups, device, torch.float64)
     if change is not None:

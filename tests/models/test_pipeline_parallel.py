@@ -31,6 +31,7 @@ from isozyme.parallel.weights import load_weights, save_weights
 from tests.distributed.spawn import spawn
 from tests.models.common import CPU, single_groups
 from tests.models.pipeline_case import (
+    STEPS,
     Change,
     Seen,
     assert_equals_one_rank,
@@ -135,8 +136,8 @@ def test_each_micro_batch_crosses_each_border_once_in_each_direction() -> None:
     _, trace = pipeline_run(config)
     sends = [record for records in trace for record in records if record.kind == "send"]
     borders, micro_batches = 2 * 2 - 1, 8
-    # Three training steps, there and back; one evaluation, there.
-    assert len(sends) == (3 * 2 + 1) * borders * micro_batches
+    # Training steps, there and back; one evaluation, there.
+    assert len(sends) == (STEPS * 2 + 1) * borders * micro_batches
     assert {record.group for record in sends} == {"pp"}
     assert {record.bytes_sent for record in sends} == {1 * 16 * config.model.hidden * 8}
 
