@@ -21,6 +21,8 @@ from isozyme.parallel.shard_spec import named_shards
 from isozyme.parallel.simulated import simulate
 from tests.launch.tiny import genome_data, model_on, tiny
 
+UNCHECKED = pytest.mark.usefixtures("unchecked_annotations")
+"""For steps on several ranks; the steps of one rank check annotations."""
 FP64 = ("precision=fp64", "model.moe.experts=loop", "model.moe.router.z_loss=0.001", "optim.clip=0.1")
 
 
@@ -92,6 +94,7 @@ def test_the_split_into_micro_batches_changes_no_gradient_and_no_weight() -> Non
     assert one.clip < 1
 
 
+@UNCHECKED
 @pytest.mark.parametrize(("dp", "ep"), [(2, 1), (2, 2), (4, 2)])
 def test_ranks_together_make_the_step_of_one_rank(dp: int, ep: int) -> None:
     bias = "model.moe.router.expert_bias_rate=0.01"
@@ -114,6 +117,7 @@ def test_ranks_together_make_the_step_of_one_rank(dp: int, ep: int) -> None:
         assert (result.routed == expected.routed).all()
 
 
+@UNCHECKED
 @pytest.mark.parametrize(("dp", "ep", "tp"), [(4, 2, 1), (2, 2, 2)])
 def test_the_balance_loss_refers_to_the_step_before_on_all_ranks_alike(dp: int, ep: int, tp: int) -> None:
     lagged = ("model.moe.router.aux_scope=global_lagged", "model.moe.router.aux_loss=0.5")

@@ -19,12 +19,23 @@ from isozyme.launch.trainer import METRICS, WEIGHTS
 from isozyme.models.decoder import build_model
 from tests.launch.tiny import letters, tiny
 
+UNCHECKED = pytest.mark.usefixtures("unchecked_annotations")
+"""For further runs of what the first tests run with every annotation checked."""
 
-@pytest.fixture
-def fasta(tmp_path: Path) -> Path:
-    path = tmp_path / "genome.fa"
+
+@pytest.fixture(scope="module")
+def fasta(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("genome") / "genome.fa"
     path.write_text(f">one\n{letters(3000)}\n>two\n{letters(1000, seed=1)}\n")
     return path
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, fasta: Path) -> Path:
+    """The folder of a run that nothing interrupts."""
+    out = tmp_path_factory.mktemp("whole")
+    run(out, fasta)
+    return out
 
 
 def run(out: Path, fasta: Path, *overrides: str, factory: Any = build_model) -> int:
@@ -76,13 +87,12 @@ def test_a_run_leaves_metrics_weights_and_a_table(
     assert len(load_file(tmp_path / "out" / WEIGHTS)) > 10
 
 
-def test_a_resumed_run_makes_the_same_steps_to_the_last_bit(tmp_path: Path, fasta: Path) -> None:
-    run(tmp_path / "whole", fasta)
+def test_a_resumed_run_makes_the_same_steps_to_the_last_bit(tmp_path: Path, fasta: Path, whole: Path) -> None:
     run(tmp_path / "parts", fasta, "train.checkpoint_every=2", "optim.decay_steps=6", "train.steps=5")
     run(tmp_path / "parts", fasta, "resume=latest")
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    assert len({loss for _, loss, _ in losses(tmp_path / "whole")}) == 6
-    one, other = (load_file(tmp_path / name / WEIGHTS) for name in ("whole", "parts"))
+    assert losses(tmp_path / "parts") == losses(whole)
+    assert len({loss for _, loss, _ in losses(whole)}) == 6
+    one, other = (load_file(folder / WEIGHTS) for folder in (whole, tmp_path / "parts"))
     assert one.keys() == other.keys()
     assert all((one[name] == other[name]).all() for name in one)
 
@@ -112,12 +122,14 @@ def test_a_run_goes_on_with_state_sharded_or_not_and_with_or_without_recomputati
         assert norm == pytest.approx(want_norm, rel=1e-3)
 
 
+@UNCHECKED
 def test_only_the_newest_checkpoints_are_kept(tmp_path: Path, fasta: Path) -> None:
     run(tmp_path / "out", fasta, "train.checkpoint_every=1", "train.keep_checkpoints=2")
     names = sorted(path.name for path in (tmp_path / "out" / "checkpoints").iterdir())
     assert names == ["step_00000005", "step_00000006"]
 
 
+@UNCHECKED
 def test_a_damaged_checkpoint_is_passed_over_and_said(
     tmp_path: Path, fasta: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -154,9 +166,15 @@ def test_a_resume_with_another_problem_is_refused_with_every_difference(tmp_path
     assert "optim" not in text
 
 
+@UNCHECKED
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 0), (signal.SIGINT, 130)])
 def test_a_signal_saves_after_the_step_and_the_run_goes_on_from_there(
-    tmp_path: Path, fasta: Path, capsys: pytest.CaptureFixture[str], number: signal.Signals, code: int
+    tmp_path: Path,
+    fasta: Path,
+    whole: Path,
+    capsys: pytest.CaptureFixture[str],
+    number: signal.Signals,
+    code: int,
 ) -> None:
     calls: list[int] = []
 
@@ -171,13 +189,12 @@ def test_a_signal_saves_after_the_step_and_the_run_goes_on_from_there(
         model.register_forward_pre_hook(before)
         return model
 
-    run(tmp_path / "whole", fasta)
     assert run(tmp_path / "out", fasta, factory=interrupting) == code
     assert len(calls) == 8
     assert f"stopped by {number.name} after step 2" in capsys.readouterr().out
     assert not (tmp_path / "out" / WEIGHTS).exists()
     run(tmp_path / "out", fasta, "resume=latest")
-    assert losses(tmp_path / "out") == losses(tmp_path / "whole")
+    assert losses(tmp_path / "out") == losses(whole)
 
 
 def test_an_evaluation_that_is_interrupted_loses_no_weights(tmp_path: Path, fasta: Path) -> None:
@@ -196,6 +213,7 @@ def test_an_evaluation_that_is_interrupted_loses_no_weights(tmp_path: Path, fast
     assert evaluate_file(str(tmp_path / "out" / WEIGHTS), str(fasta))
 
 
+@UNCHECKED
 def test_a_new_run_never_mixes_its_checkpoints_with_those_of_an_older_one(
     tmp_path: Path, fasta: Path
 ) -> None:
@@ -277,6 +295,7 @@ def test_a_genome_without_a_known_base_is_refused_before_training(tmp_path: Path
         run(tmp_path / "out", unknown)
 
 
+@UNCHECKED
 def test_trained_weights_score_a_genome_as_the_run_did(tmp_path: Path) -> None:
     train, held_out = letters(3000), letters(400, seed=1)
     both, alone = tmp_path / "both.fa", tmp_path / "alone.fa"

@@ -27,6 +27,8 @@ from isozyme.models.types import Chunk
 from isozyme.moe.router import Router
 from isozyme.parallel.process_groups import ProcessGroups
 
+UNCHECKED = pytest.mark.usefixtures("unchecked_annotations")
+"""Where several settings are run; annotations are checked where one is."""
 SPREAD = Layout(dp=2, ep=2)
 USER = "tests.launch.user_model:right"
 
@@ -53,6 +55,7 @@ def test_a_wrong_model_ends_with_exit_code_one_and_is_named(capsys: pytest.Captu
     assert "2 of 2 settings FAILED" in printed
 
 
+@UNCHECKED
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_model_of_ones_own_is_verified(dtype: torch.dtype) -> None:
     factory = load_factory(USER)
@@ -149,6 +152,7 @@ def near_ties() -> tuple[Experiment, Reference]:
     return experiment, Reference.of(experiment, torch.float64)
 
 
+@UNCHECKED
 def test_flips_of_near_ties_are_replayed_and_reported(near_ties: tuple[Experiment, Reference]) -> None:
     outcome = judge(near_ties[0], _at(SPREAD), near_ties[1], fault=_favour(1e-14))
     assert outcome.flips
@@ -156,6 +160,7 @@ def test_flips_of_near_ties_are_replayed_and_reported(near_ties: tuple[Experimen
     assert outcome.passed, outcome.explain()
 
 
+@UNCHECKED
 def test_flips_between_scores_that_are_apart_fail(near_ties: tuple[Experiment, Reference]) -> None:
     outcome = judge(near_ties[0], _at(SPREAD), near_ties[1], fault=_favour(1e-10))
     assert outcome.wrong_flips
@@ -168,6 +173,7 @@ def test_flips_between_scores_that_are_apart_fail(near_ties: tuple[Experiment, R
 SMALL = [Family(name="two", layouts=(Layout(dp=2),)), Family(name="spread", layouts=(SPREAD,))]
 
 
+@UNCHECKED
 def test_all_families_agree_on_one_process_and_on_two() -> None:
     subject = Subject(factory=build_model, overrides=("model.num_layers=1",))
     here, there = (verify_families(subject, SMALL, workers=n, dtypes=[torch.float64]) for n in (1, 2))
@@ -181,6 +187,7 @@ def test_all_families_agree_on_one_process_and_on_two() -> None:
         assert one == pytest.approx(two, abs=1e-12)
 
 
+@UNCHECKED
 def test_a_layout_that_the_recipe_cannot_have_is_named_and_not_counted(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -40,6 +40,8 @@ def _part(batch: Batch, windows: slice) -> Batch:
     return dataclasses.replace(batch, **tensors)
 
 
+# Annotations of the same calls are checked in tests/models/test_decoder.py and tests/moe.
+@pytest.mark.usefixtures("unchecked_annotations")
 @pytest.mark.parametrize(("ep", "etp"), [(1, 1), (2, 1), (4, 1), (2, 2), (1, 4)])
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
 def test_loss_and_every_gradient_equal_those_of_one_rank(ep: int, etp: int, dispatcher: str) -> None:

@@ -31,6 +31,8 @@ from isozyme.parallel.shard_spec import named_shards
 from isozyme.parallel.simulated import SimulatedWorld, simulate
 from tests.models.common import CPU, random_batch, tiny, whole
 
+UNCHECKED = pytest.mark.usefixtures("unchecked_annotations")
+"""For many models that are only built, and for several steps; the other tests check annotations."""
 LAYOUTS = [
     Layout(tp=2, dp=1),
     Layout(tp=4, dp=1),
@@ -57,6 +59,7 @@ def _windows_of(batch: Batch, windows: slice) -> Batch:
     return dataclasses.replace(batch, **{n: v[windows] for n, v in values.items() if isinstance(v, Tensor)})
 
 
+@UNCHECKED
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize(("kv_heads", "tied"), [(1, False), (2, True), (8, False)])
 def test_every_gradient_is_summed_over_exactly_the_ranks_that_hold_the_same_shard(
@@ -174,6 +177,7 @@ def _train(config: RunConfig, layout: Layout, steps: int) -> list[dict[str, Tens
     return simulate(Topology(layout).world_size, program)
 
 
+@UNCHECKED
 @pytest.mark.parametrize("layout", [Layout(tp=4, dp=1), Layout(tp=2, dp=2, ep=4)], ids=str)
 def test_replicas_of_routers_and_norms_stay_bitwise_equal_though_every_rank_has_other_tokens(
     layout: Layout,

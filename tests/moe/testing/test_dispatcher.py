@@ -52,11 +52,13 @@ FAULTS: dict[type[Any], set[str]] = {
     wrong.Raises: {"the_program_runs_to_its_end"},
     wrong.ReadsTheFiller: {"outputs_equal_the_dense_loop"},
 }
+BY_A_SMALLER_WORLD = {wrong.ForeignWeights, wrong.AveragesGradients}
+"""Whose claim is told from others only in a world that takes a second to find; the rest need no time."""
 
 
 def refuted(factory: Callable[[Place], Any], promises: Promises | None = None, **options: Any) -> Violation:
     with pytest.raises(Violation) as caught:
-        check_dispatcher(factory, style="torch", promises=promises, **{"seconds": 1.0, **options})
+        check_dispatcher(factory, style="torch", promises=promises, **{"seconds": 0.5, **options})
     return caught.value
 
 
@@ -72,9 +74,9 @@ def test_the_right_one_passes() -> None:
 def test_a_fault_is_found_within_its_budget_by_the_claim_that_it_breaks(fault: type[Any]) -> None:
     promises = Promises(filler=fault is wrong.ReadsTheFiller)
     began = time.process_time()
-    violation = refuted(fault, promises)
+    violation = refuted(fault, promises, seconds=1.0 if fault in BY_A_SMALLER_WORLD else 0.3)
     assert violation.invariant in FAULTS[fault]
-    assert time.process_time() - began < 4.0  # of the processor; the budget is 1 s by the clock
+    assert time.process_time() - began < 4.0  # of the processor; the budget is at most 1 s by the clock
     again = refuted(fault, promises, replay=violation.replay)
     assert again.invariant == violation.invariant
     assert again.finding == violation.finding
@@ -93,7 +95,7 @@ def test_filler_must_be_promised_and_weigh_nothing() -> None:
 
 
 def test_state_that_ranks_share_shows_as_dependence_on_the_schedule() -> None:
-    violation = refuted(wrong.who_comes_first(), only=["the_schedule_does_not_matter"], seconds=4.0)
+    violation = refuted(wrong.who_comes_first(), only=["the_schedule_does_not_matter"], seconds=1.0)
     assert violation.invariant == "the_schedule_does_not_matter"
 
 
@@ -165,7 +167,7 @@ def test_a_dispatcher_of_this_package_needs_no_adapter() -> None:
             return found
 
     with pytest.raises(Violation, match="weights_travel_with_their_rows"):
-        check_dispatcher(lambda place: LosesAWeight(place.placement), seconds=2.0)
+        check_dispatcher(lambda place: LosesAWeight(place.placement), seconds=0.5)
     assert ISOZYME.etp
 
 
@@ -214,7 +216,7 @@ def assigned(rows: Tensor, handle: Any) -> Tensor:
 
 def test_assigning_instead_of_adding_is_found() -> None:
     with pytest.raises(Violation, match="outputs_equal_the_dense_loop"):
-        check_permutation(permute, assigned, seconds=2.0)
+        check_permutation(permute, assigned, seconds=0.5)
 
 
 def shifted_by_drops(tokens: Tensor, ids: Tensor, experts: int) -> Any:
@@ -227,7 +229,7 @@ def shifted_by_drops(tokens: Tensor, ids: Tensor, experts: int) -> Any:
 
 def test_dropped_slots_that_sort_first_are_found() -> None:
     with pytest.raises(Violation) as caught:
-        check_permutation(shifted_by_drops, unpermute, seconds=2.0)
+        check_permutation(shifted_by_drops, unpermute, seconds=0.5)
     assert caught.value.invariant in {"every_kept_slot_arrives_once", "rows_stand_under_their_expert"}
 
 
@@ -237,4 +239,4 @@ def test_an_unstable_permutation_is_found() -> None:
         return rows, counts, (len(tokens) - 1 - token, shape)
 
     with pytest.raises(Violation, match="rows_are_in_order"):
-        check_permutation(backwards, unpermute, seconds=2.0)
+        check_permutation(backwards, unpermute, seconds=0.5)

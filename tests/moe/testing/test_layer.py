@@ -156,7 +156,7 @@ def test_a_right_layer_passes() -> None:
 )
 def test_a_fault_is_found_by_the_claim_that_it_breaks_and_replays(fault: Any, claims: set[str]) -> None:
     with pytest.raises(Violation) as caught:
-        check_moe_layer(fault, promises=ONLY_DATA, seconds=2.0)
+        check_moe_layer(fault, promises=ONLY_DATA, seconds=0.5)
     assert caught.value.invariant in claims
     with pytest.raises(Violation, match=caught.value.invariant):
         check_moe_layer(fault, replay=caught.value.replay)
@@ -165,7 +165,7 @@ def test_a_fault_is_found_by_the_claim_that_it_breaks_and_replays(fault: Any, cl
 def test_what_is_wrong_on_one_rank_too_needs_a_reference() -> None:
     check_moe_layer(TwiceAsMuch, promises=ONLY_DATA, examples=4)
     with pytest.raises(Violation, match="outputs_equal_the_dense_loop"):
-        check_moe_layer(TwiceAsMuch, promises=ONLY_DATA, reference=dense, seconds=2.0)
+        check_moe_layer(TwiceAsMuch, promises=ONLY_DATA, reference=dense, seconds=0.5)
 
 
 def test_too_large_a_gradient_is_said_to_be_so_many_times_too_large() -> None:
