@@ -32,7 +32,8 @@ class Batch:
     """Whether a window may hold several documents, as the data knows without asking the device. False, which
     promises that `documents` is constant within each window, lets attention use its faster causal kernels."""
     lengths: tuple[tuple[int, ...], ...] | None = None
-    """Lengths of the documents of each whole window, where the host knows them without asking the device."""
+    """Lengths of the documents of each whole window, where the host knows them without asking the device. Who
+    makes a batch with other windows or documents from this one sets None."""
 
     @property
     def num_windows(self) -> int:

@@ -38,7 +38,8 @@ def _implementation(row: Row) -> str:
 
 def _optimiser(row: Row) -> str:
     """Its kernel, without the reasons why not another."""
-    return str(row.get("choices", {}).get("optimiser", "–")).split("; ")[0].rstrip(")")
+    words = str(row.get("choices", {}).get("optimiser", "–")).split("; ")[0]
+    return words + ")" * (words.count("(") - words.count(")"))
 
 
 _LAYER: tuple[Column, ...] = (

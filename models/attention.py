@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from isozyme.core.batch import Batch, document_lengths
 from isozyme.core.config import ModelConfig
 from isozyme.core.context import ContextMethod, KernelName
+from isozyme.core.errors import UsageError
 from isozyme.models.builder import Builder
 from isozyme.models.linear import ColumnLinear, RowLinear, together
 from isozyme.models.rotary import Rotation, rotate, rotation_at
 from isozyme.parallel.attention_kernels import AttentionFacts, attend, fitting
-from isozyme.parallel.attention_packed import Packed, packed_attention
+from isozyme.parallel.attention_packed import Lengths, Packed, packed_attention
 from isozyme.parallel.context import METHODS
 from isozyme.parallel.context_plan import ContextPlan
 from isozyme.parallel.recompute import recompute
@@ -59,13 +60,15 @@ class Context:
             dtype: the model's dtype.
             plan: the share of this rank; None if it has whole windows.
             kernel: what is to compute whole windows of one document each, by `choose_attention`.
+
+        Raises:
+            UsageError: if the batch's `lengths` are not those of its windows.
         """
         packed = None
         if batch.packed and plan is None:
             device = batch.tokens.device
-            lengths = document_lengths(batch.documents) if batch.lengths is None else batch.lengths
             packed = packed_attention(
-                lengths, batch.window_length, attention_facts(config, device, dtype), device
+                _lengths(batch), batch.window_length, attention_facts(config, device, dtype), device
             )
         return Context(
             rotation=rotation_at(batch.positions, config.head_width, config.rope_theta, dtype),
@@ -84,6 +87,20 @@ class Context:
         if self.packed is not None:
             return self.packed(q, k, v)
         return attend(q, k, v, self.kernel)
+
+
+def _lengths(batch: Batch) -> Lengths:
+    """Of the documents of each window; those that the batch says must cover its windows."""
+    if batch.lengths is None:
+        return document_lengths(batch.documents)
+    sums = [sum(window) for window in batch.lengths]
+    if sums != [batch.window_length] * batch.num_windows:
+        raise UsageError(
+            f"the lengths of a batch's documents must cover its windows: {batch.num_windows} windows of "
+            f"{batch.window_length} tokens, and Batch.lengths sum to {sums}. Set lengths=None where you cut "
+            "or join batches."
+        )
+    return batch.lengths
 
 
 def attention_facts(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> AttentionFacts:

@@ -107,7 +107,7 @@ Packed = VariableLength | Tiled
 
 
 def packed_attention(lengths: Lengths, window: int, facts: AttentionFacts, device: torch.device) -> Packed:
-    """Attention inside these documents, by FlashAttention where it runs, else by tiles.
+    """Attention inside these documents, by FlashAttention where it runs and there are any, else by tiles.
 
     Args:
         lengths: of the documents.
@@ -115,7 +115,7 @@ def packed_attention(lengths: Lengths, window: int, facts: AttentionFacts, devic
         facts: of this rank.
         device: where the queries are.
     """
-    if kernel_problems("flash", facts):
+    if not any(lengths) or kernel_problems("flash", facts):
         return Tiled.of(lengths, window)
     return VariableLength.of(lengths, device)
 

@@ -140,7 +140,7 @@ def test_settings_of_the_optimiser_are_measured_and_shown(tmp_path: Path) -> Non
     rows = [{"name": "loop", "kind": "isozyme", "contender_settings": own, **row}]
     text = markdown([document(kind="train", settings={"workload": "w", "gpus": 1}, rows=rows)])
     assert "| loop + optim.sharded=true + optim.overlap_reduce=true + train.micro_batch=1 | fp32 |" in text
-    assert "torch.optim.AdamW(fused=True" in text
+    assert "torch (torch.optim.AdamW(fused=True))" in text
 
 
 def test_tokens_that_are_no_whole_windows_are_refused() -> None:

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from isozyme.core.errors import UsageError
 from isozyme.models.attention import Attention, Context
 from isozyme.parallel.shard_spec import spec_of
 from tests.models.common import builder, random_batch, tiny
@@ -93,3 +94,19 @@ def test_projections_are_cut_by_output_rows_and_the_output_by_input_columns() ->
         "layers.1.attention.output.weight": ((32, 32), ((1, "tp"),)),
     }
     assert specs["layers.1.attention.output.weight"].init.value == 0.1
+
+
+@pytest.mark.parametrize("change", ["cut", "joined", "shorter"])
+def test_lengths_of_other_windows_are_refused_and_not_attended_by(change: str) -> None:
+    config = tiny().model
+    batch = random_batch(2, documents=DOCUMENTS, packed=True).to("cpu")
+    assert batch.lengths == ((3, 9, 4), (16,))
+    index = {"cut": (slice(1),), "joined": ([0, 1, 0],), "shorter": (slice(None), slice(8))}[change]
+    tensors = {
+        field.name: getattr(batch, field.name)[index]
+        for field in dataclasses.fields(batch)
+        if isinstance(getattr(batch, field.name), torch.Tensor)
+    }
+    with pytest.raises(UsageError, match=r"must cover its windows: .* sum to \[16, 16\]"):
+        Context.of(dataclasses.replace(batch, **tensors), config, torch.float64)
+    Context.of(dataclasses.replace(batch, **tensors, lengths=None), config, torch.float64)

@@ -116,3 +116,10 @@ def test_variable_length_attention_of_torch_takes_what_it_is_given() -> None:
     assert out.shape == q.shape
     grads = torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
     assert [x.shape for x in grads] == [x.shape for x in (q, k, v)]
+
+
+def test_no_windows_are_attended_to_without_a_kernel() -> None:
+    attention = packed_attention((), 64, HOPPER, CPU)
+    nothing = torch.zeros(0, 64, 2, 8)
+    assert isinstance(attention, Tiled)
+    assert attention(nothing, nothing, nothing).shape == nothing.shape
