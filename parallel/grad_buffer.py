@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from isozyme.core.errors import ConfigError, UsageError
 from isozyme.parallel.communicator import Pending
-from isozyme.parallel.grad_layout import Segment, agree_on_buckets, stack_in
+from isozyme.parallel.grad_layout import Segment, agree_on_buckets, refuse_frozen, stack_in
 from isozyme.parallel.grad_packing import pack
 from isozyme.parallel.grad_reduce import finish_gather, finish_sum, start_gather, start_sum
 from isozyme.parallel.main_grad import MainGradUse, OpenStep, claim, fill, forget, use_of
@@ -100,11 +100,17 @@ class GradientBuffer:
         return self._reduced
 
     def zero(self) -> None:
-        """Forget all gradients: the start of a step."""
+        """Forget all gradients: the start of a step.
+
+        Raises:
+            UsageError: if buckets are being reduced, or a parameter was frozen since the buffer was made.
+        """
         if len(self._pending) not in (0, len(self.buckets)):
             raise UsageError(
                 "zero() while buckets are being reduced: call reduce() first, which waits for them."
             )
+        for group in self.flat:
+            refuse_frozen(group.segments)
         if self._gaps:
             torch._foreach_zero_(self._gaps)
         for parameter in self._parameters:

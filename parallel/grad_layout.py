@@ -7,13 +7,13 @@ owns one slice of every bucket. Where everything lies is decided by `isozyme.par
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from isozyme.core.errors import CommunicationError
+from isozyme.core.errors import CommunicationError, UsageError
 from isozyme.core.topology import Topology
 from isozyme.parallel.communicator import Communicator
 from isozyme.parallel.process_groups import ProcessGroups, group_axes
@@ -130,6 +130,17 @@ def _one_or_several(axes: set[str], topology: Topology, groups: ProcessGroups) -
         if axes <= set(known) and topology.size(known) == wanted:
             return [groups[known]]
     return [groups[axis] for axis in topology.grid(axes).axes if axis in axes]
+
+
+def refuse_frozen(segments: Iterable[Segment]) -> None:
+    """Raise a `UsageError` if a parameter requires no gradient (any more)."""
+    frozen = [segment.spec.name for segment in segments if not segment.parameter.requires_grad]
+    if frozen:
+        raise UsageError(
+            "parameters in a gradient buffer are updated, with weight decay at the least: "
+            f"requires_grad=False for {len(frozen)} of them, such as {frozen[0]}. "
+            "Freeze parameters first, then make the gradient buffer and the optimiser."
+        )
 
 
 def agree_on_buckets(buckets: Sequence[Bucket]) -> None:

@@ -279,3 +279,14 @@ def test_two_parameters_of_one_name_are_refused():
     attach(second, dense_spec("w0", (2,), Init.constant(0.0)))
     with pytest.raises(ValueError, match="w0"):
         GradientBuffer([first, second], groups)
+
+
+def test_a_parameter_that_was_frozen_too_late_is_refused_and_not_updated_all_the_same():
+    groups, parameters = alone((3,), (2,))
+    buffer = GradientBuffer(parameters, groups)
+    buffer.zero()
+    parameters[1].requires_grad_(False)
+    with pytest.raises(UsageError, match="requires_grad=False for 1 of them"):
+        buffer.zero()
+    buffer.close()
+    assert len(GradientBuffer(parameters, groups).segments) == 1
