@@ -74,8 +74,8 @@ LOSSES: tuple[Mutant, ...] = (
         row=24,
         says="shares are taken over all windows of a rank where they should be those of one window",
         file="moe/losses.py",
-        old="factors = counts * (coefficient * experts / topk) / real.square()[:, None]",
-        new="factors = counts.sum(0) * (coefficient * experts / topk) / real.sum() / real[:, None]",
+        old="factors = counts * (coefficient * experts / topk / real.square())[:, None]",
+        new="factors = counts.sum(0) * (coefficient * experts / topk / real.sum() / real)[:, None]",
         subject="layer, by definition",
     ),
     Mutant(
@@ -83,8 +83,8 @@ LOSSES: tuple[Mutant, ...] = (
         row=None,
         says="shares of slots are divided by tokens, and so too large by K",
         file="moe/losses.py",
-        old="factors = counts * (coefficient * experts / topk) / real.square()[:, None]",
-        new="factors = counts * (coefficient * experts) / real.square()[:, None]",
+        old="factors = counts * (coefficient * experts / topk / real.square())[:, None]",
+        new="factors = counts * (coefficient * experts / real.square())[:, None]",
         subject="layer, by definition",
     ),
     Mutant(
