@@ -12,9 +12,9 @@ import pytest
 from safetensors.torch import load_file
 
 from isozyme.core.errors import CheckpointError, ConfigError, DataError, NonFiniteError
+from isozyme.launch import start
 from isozyme.launch.environment import ALONE
 from isozyme.launch.evaluate import evaluate_file
-from isozyme.launch.start import run_rank
 from isozyme.launch.trainer import METRICS, WEIGHTS
 from isozyme.models.decoder import build_model
 from tests.launch.tiny import letters, tiny
@@ -38,7 +38,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory, fasta: Path) -> Path:
     return out
 
 
-def run(out: Path, fasta: Path, *overrides: str, factory: Any = build_model) -> int:
+def run(out: Path, fasta: Path, *overrides: str, factory: Any = None) -> int:
+    """One rank's run, of a model that `factory` builds if it is given."""
     config = tiny(
         f"out={out}",
         f"data.fasta={fasta}",
@@ -46,7 +47,10 @@ def run(out: Path, fasta: Path, *overrides: str, factory: Any = build_model) -> 
         "train.steps=6",
         *overrides,
     )
-    return run_rank(config, ALONE, factory)
+    with pytest.MonkeyPatch.context() as patched:
+        if factory is not None:
+            patched.setattr(start, "factory_of", lambda _: factory)
+        return start.run_rank(config, ALONE)
 
 
 def records(out: Path, kind: str = "train") -> list[dict[str, Any]]:
