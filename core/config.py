@@ -53,7 +53,9 @@ class ModelConfig:
     """Whether the head shares the embedding's weight."""
     init_std: float = 0.02
     """Standard deviation of the weights; output projections are scaled by 1/sqrt(2 * num_layers)."""
-    embedding_std: float = 1.0
+    embedding_std: float | None = None
+    """Standard deviation of the embedding. If null 1, or `init_std` where it is the head as well: logits of
+    width-H products with a unit embedding would start in the hundreds."""
     recompute: Recompute = "none"
     """What backward makes again: nothing, the attention core and experts' activation, or whole layers."""
 
@@ -61,6 +63,13 @@ class ModelConfig:
     def head_width(self) -> int:
         """The width of one attention head."""
         return self.head_dim if self.head_dim is not None else self.hidden // self.num_heads
+
+    @property
+    def embedding_scale(self) -> float:
+        """The standard deviation of the embedding."""
+        if self.embedding_std is not None:
+            return self.embedding_std
+        return self.init_std if self.tied else 1.0
 
     def layer_kinds(self) -> str:
         """One letter a layer: the pattern repeated over the depth."""
@@ -95,7 +104,8 @@ class ModelConfig:
         )
         for name in ("init_std", "embedding_std", "norm_eps", "rope_theta"):
             value = getattr(self, name)
-            rules.check(value > 0, f"{where}.{name} must be positive: {where}.{name}={value}.")
+            given = value is not None
+            rules.check(not given or value > 0, f"{where}.{name} must be positive: {where}.{name}={value}.")
         rules.extend(self.moe.problems(f"{where}.moe"))
         return rules.broken
 

@@ -21,7 +21,7 @@ def embedding_weight(builder: Builder, config: ModelConfig) -> nn.Parameter:
     """
     shape = (config.vocab_size, config.hidden)
     return builder.split_weight(
-        "embedding.weight", shape, config.embedding_std, dim=0, decay=False, on_both_ends=config.tied
+        "embedding.weight", shape, config.embedding_scale, dim=0, decay=False, on_both_ends=config.tied
     )
 
 

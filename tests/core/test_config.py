@@ -101,3 +101,12 @@ def test_pp_must_be_outermost() -> None:
 def test_other_values_that_cannot_be_meant_are_refused(config: RunConfig, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         config.validate()
+
+
+def test_a_tied_embedding_starts_as_small_as_a_head_unless_told() -> None:
+    assert ModelConfig(tied=True, init_std=0.03).embedding_scale == 0.03
+    assert ModelConfig(tied=False).embedding_scale == 1.0
+    assert ModelConfig(tied=True, embedding_std=0.5).embedding_scale == 0.5
+    assert ModelConfig(embedding_std=-1.0).problems() == [
+        "model.embedding_std must be positive: model.embedding_std=-1.0."
+    ]
