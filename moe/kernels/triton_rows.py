@@ -18,13 +18,17 @@ def _scatter_kernel(
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < hidden
+    # Masks are vectors, of one element if need be: Triton 3.9's interpreter takes no comparison of scalars.
+    one = tl.arange(0, 1)
+    first = one + tl.program_id(1) == 0
     values = tl.load(tokens + token * hidden + columns, mask=inside)
     for k in tl.static_range(K):
         row = tl.load(slot_row + token * K + k).to(tl.int64)
-        tl.store(rows + row * hidden + columns, values, mask=inside & (row >= 0))
+        place = row * hidden + columns
+        tl.store(rows + place, values, mask=inside & (place >= 0))
         if BOTH:
-            mine = (row >= 0) & (tl.program_id(1) == 0)
-            tl.store(by_row + row, tl.load(probs + token * K + k), mask=mine)
+            at = row + one
+            tl.store(by_row + at, tl.load(probs + token * K + k + one), mask=first & (at >= 0))
 
 
 @triton.jit
@@ -36,10 +40,12 @@ def _zero_gaps_kernel(rows, by_row, counts, ends, hidden, BLOCK: tl.constexpr, B
     row = start + tl.load(counts + expert)
     end = tl.load(ends + expert).to(tl.int64)
     zeros = tl.zeros((BLOCK,), dtype=rows.dtype.element_ty)
+    one = tl.arange(0, 1)
+    first = one + tl.program_id(1) == 0
     while row < end:
         tl.store(rows + row * hidden + columns, zeros, mask=columns < hidden)
         if BOTH:
-            tl.store(by_row + row, 0.0, mask=tl.program_id(1) == 0)
+            tl.store(by_row + row + one, tl.zeros((1,), dtype=by_row.dtype.element_ty), mask=first)
         row += 1
 
 
@@ -60,13 +66,17 @@ def _gather_kernel(
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < hidden
+    one = tl.arange(0, 1)
+    first = one + tl.program_id(1) == 0
     total = tl.zeros((BLOCK,), dtype=WIDE)
     for k in tl.static_range(K):
         row = tl.load(slot_row + token * K + k).to(tl.int64)
-        total += tl.load(rows + row * hidden + columns, mask=inside & (row >= 0), other=0.0).to(WIDE)
+        place = row * hidden + columns
+        total += tl.load(rows + place, mask=inside & (place >= 0), other=0.0).to(WIDE)
         if BOTH:
-            value = tl.load(by_row + row, mask=row >= 0, other=0.0)
-            tl.store(by_slot + token * K + k, value, mask=tl.program_id(1) == 0)
+            at = row + one
+            value = tl.load(by_row + at, mask=at >= 0, other=0.0)
+            tl.store(by_slot + token * K + k + one, value, mask=first)
     tl.store(tokens + token * hidden + columns, total.to(tokens.dtype.element_ty), mask=inside)
 
 
