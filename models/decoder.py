@@ -223,7 +223,8 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, list[tuple[RouterStats, Routing]]]:
         """Embedding, layers and final norm, as far as the chunk has them; and what expert layers report."""
         x = self._input(batch, hidden)
-        context = Context.of(batch, self.config, x.dtype, plan, self._kernel())
+        kernel = self._kernel() if plan is None else plan.kernel
+        context = Context.of(batch, self.config, x.dtype, plan, kernel)
         overrides = self._overrides(routing_override)
         token_valid = sequence_part(batch.token_valid, self.tp)
         places = None

@@ -97,16 +97,26 @@ def update_expert_biases(
         ConfigError: if a module has no expert bias, or a router has no counts.
     """
     biases = [_bias_of(module) for module in modules]
-    if len(biases) != len(routed):
-        raise ConfigError(
-            f"each router needs its counts: len(modules)={len(biases)}, len(routed)={len(routed)}. "
-            "Give one each."
-        )
-    if not biases:
-        return
-    counts = groups["tp", "cp", "dp"].all_reduce(torch.stack(list(routed)))
-    for bias, count in zip(biases, counts, strict=True):
+    for bias, count in zip(biases, routed_by_all(len(biases), routed, groups), strict=True):
         bias.add_(bias_step(bias, count, rate))
+
+
+def routed_by_all(
+    routers: int, routed: Sequence[Int[Tensor, "E"]], groups: ProcessGroups
+) -> Sequence[Int[Tensor, "E"]]:
+    """What each of some routers routed, summed over TP x CP x DP in one all-reduce; none without routers.
+
+    Raises:
+        ConfigError: if there are not as many counts as routers.
+    """
+    if routers != len(routed):
+        raise ConfigError(
+            f"each router needs its counts: len(modules)={routers}, len(routed)={len(routed)}. Give one each."
+        )
+    if not routers:
+        return ()
+    counts = groups["tp", "cp", "dp"].all_reduce(torch.stack(list(routed)))
+    return counts.unbind(0)
 
 
 def update_expert_bias(

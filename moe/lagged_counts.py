@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from isozyme.core.errors import ConfigError
 from isozyme.core.initialisation import Init
+from isozyme.moe.expert_bias import routed_by_all
 from isozyme.parallel.parameters import local_initial_value
 from isozyme.parallel.process_groups import ProcessGroups
 from isozyme.parallel.shard_spec import ShardSpec, attach
@@ -54,15 +54,7 @@ def update_lagged_counts(
     Raises:
         ConfigError: if a router has no counts.
     """
-    if len(modules) != len(routed):
-        raise ConfigError(
-            f"each router needs its counts: len(modules)={len(modules)}, len(routed)={len(routed)}. "
-            "Give one each."
-        )
-    if not modules:
-        return
-    totals = groups["tp", "cp", "dp"].all_reduce(torch.stack(list(routed)))
-    for module, total in zip(modules, totals, strict=True):
+    for module, total in zip(modules, routed_by_all(len(modules), routed, groups), strict=True):
         kept = module.lagged_counts
         assert isinstance(kept, Tensor)
         kept.copy_(total)

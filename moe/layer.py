@@ -177,7 +177,7 @@ class MoELayer(nn.Module):
         shared, early = self.shared_expert, self.config.overlap_shared
         real = flat
         if shared is not None:
-            real = torch.where(rearrange(token_valid, "b s -> (b s) 1"), flat, torch.zeros_like(flat))
+            real = torch.where(rearrange(token_valid, "b s -> (b s) 1"), flat, 0.0)
         sending = dispatcher.send_start(flat, routing)
         stacks = self.experts.stacks()
         wide = shared.first_half(real) if shared is not None and early else None

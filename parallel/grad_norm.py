@@ -55,19 +55,14 @@ def clip_(buffer: GradientBuffer, norm: float, max_norm: float) -> float:
         The one coefficient that every gradient on every rank was multiplied by; 1.0 if none was.
     """
     coefficient = clip_coefficient(norm, max_norm)
-    scale_(buffer, coefficient)
+    if coefficient != 1.0:
+        torch._foreach_mul_([tensor for tensor, _ in buffer.counted()], coefficient)
     return coefficient
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
     """What gradients of that norm are multiplied by; 1.0 if the limit is 0 or not reached."""
     return 1.0 if max_norm == 0 or norm <= max_norm else max_norm / norm
-
-
-def scale_(buffer: GradientBuffer, coefficient: float) -> None:
-    """Multiply all reduced gradients of this rank in place, if the coefficient is not 1."""
-    if coefficient != 1.0:
-        torch._foreach_mul_([tensor for tensor, _ in buffer.counted()], coefficient)
 
 
 def _norms(tensors: list[Tensor]) -> list[Tensor]:

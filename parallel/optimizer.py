@@ -17,9 +17,7 @@ from isozyme.core.config import OptimConfig
 from isozyme.core.errors import UsageError
 from isozyme.parallel.grad_buffer import GradientBuffer
 from isozyme.parallel.grad_layout import FlatGroup
-from isozyme.parallel.grad_norm import scale_
 from isozyme.parallel.optimizer_backends import Slot, choose
-from isozyme.parallel.optimizer_one_pass import OnePassAdamW
 from isozyme.parallel.shard_spec import ShardSpec
 
 EXP_AVG, EXP_AVG_SQ, MASTER = "optim.exp_avg", "optim.exp_avg_sq", "optim.master"
@@ -68,11 +66,7 @@ class Optimizer:
                 "step() before buffer.reduce(): each replica would go its own way. Call reduce() first."
             )
         self._must_be_in_place()
-        if isinstance(self._backend, OnePassAdamW):
-            self._backend.step(lr, scale)
-        else:
-            scale_(self.buffer, scale)
-            self._backend.step(lr)
+        self._backend.step(lr, scale)
         self.updates += 1
         self._publish(copied=self._backend.writes_copies)
 

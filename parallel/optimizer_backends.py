@@ -70,6 +70,7 @@ class AdamW:
             if chosen
         ]
         self._inner = build(groups, lr=config.lr, betas=config.betas, eps=config.eps) if groups else None
+        self._grads = [slot.grad for slot in slots]
         for slot in slots:
             parameter = self._parameter(slot)
             state = {"exp_avg": slot.exp_avg, "exp_avg_sq": slot.exp_avg_sq}
@@ -99,10 +100,12 @@ class AdamW:
         for state in self._inner.state.values():
             state["step"].fill_(count)
 
-    def step(self, lr: float) -> None:
-        """Update every master and its moments once."""
+    def step(self, lr: float, scale: float = 1.0) -> None:
+        """Update every master and its moments once, from the gradients times `scale` (scaled in place)."""
         if self._inner is None:
             return
+        if scale != 1.0:
+            torch._foreach_mul_(self._grads, scale)
         for group in self._inner.param_groups:
             group["lr"] = lr
         self._inner.step()
