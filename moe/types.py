@@ -99,7 +99,7 @@ class Arrival:
 
     rows: Float[Tensor, "N H"]
     expert_ids: Int[Tensor, "N K"]
-    """Local expert of each slot, int64, in range also where it is not kept."""
+    """Local expert of each slot, int64, in range also where it is not kept; a row's kept are distinct."""
     kept: Bool[Tensor, "N K"]
     """Slots that exist at all."""
     probs: Float[Tensor, "N K"]

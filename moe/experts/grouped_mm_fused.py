@@ -3,6 +3,10 @@
 It starts from rows as they arrived, not from sorted ones: the permutation is part of the function, so that
 what is kept for backward is the arrived rows, the pre-activation and the row map, and nothing that can be
 had again without a GEMM. No step waits for the host. Its slow twin is `isozyme.moe.experts.loop`.
+
+How many rows there are, the last of `ends`, is therefore known on the device only, and buffers are allocated
+for the most that there can be. Rows beyond are never written, and nobody reads them: grouped GEMMs stop at
+`ends`, kernels at the last of them, and row maps name no such row.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -53,11 +57,11 @@ class _FusedExperts(torch.autograd.Function):
         ends: Tensor,
         delayed: DelayedGradients | None,
     ) -> Tensor:
-        num_rows = slot_row.numel()
+        num_rows = most_rows(slot_row, ends)
         scatter = direct(scatter_rows_and_probs_op, run_scatter_rows_and_probs)
         rows, weights = scatter(x, probs, slot_row, num_rows)
         hidden = F.grouped_mm(rows, gate_up.mT, offs=ends)
-        middle = direct(swiglu_prob, run_swiglu_prob)(hidden, weights)
+        middle = direct(swiglu_prob, run_swiglu_prob)(hidden, weights, ends[-1:])
         result = F.grouped_mm(middle, down.mT, offs=ends)
         ctx.save_for_backward(x, hidden, weights, gate_up, down, slot_row, ends)
         ctx.delayed = delayed
@@ -68,11 +72,11 @@ class _FusedExperts(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         x, hidden, weights, gate_up, down, slot_row, ends = ctx.saved_tensors
         delayed: DelayedGradients | None = ctx.delayed
-        num_rows = slot_row.numel()
+        num_rows = most_rows(slot_row, ends)
         d_result = direct(scatter_rows, run_scatter_rows)(grads[0].contiguous(), slot_row, num_rows)
         d_middle = F.grouped_mm(d_result, down, offs=ends)
         d_hidden, d_weights, middle = direct(swiglu_prob_backward, run_swiglu_prob_backward)(
-            d_middle, hidden, weights
+            d_middle, hidden, weights, ends[-1:]
         )
         d_gate_up = d_down = None
         if delayed is None:
@@ -89,12 +93,17 @@ class _FusedExperts(torch.autograd.Function):
         return d_x, d_probs, d_gate_up, d_down, None, None, None
 
 
+def most_rows(slot_row: Int[Tensor, "N K"], ends: Int[Tensor, "E_local"]) -> int:
+    """How many rows N arrived tokens can make: each goes to an expert once, and there are E_local of them."""
+    return slot_row.shape[0] * min(slot_row.shape[1], ends.numel())
+
+
 def _down_gradient(d_result: Tensor, middle: Tensor, ends: Tensor) -> Tensor:
     return F.grouped_mm(d_result.mT, middle, offs=ends)
 
 
 def _gate_up_gradient(d_hidden: Tensor, x: Tensor, slot_row: Tensor, ends: Tensor) -> Tensor:
-    rows = direct(scatter_rows, run_scatter_rows)(x, slot_row, slot_row.numel())
+    rows = direct(scatter_rows, run_scatter_rows)(x, slot_row, most_rows(slot_row, ends))
     return F.grouped_mm(d_hidden.mT, rows, offs=ends)
 
 

@@ -1,4 +1,7 @@
-"""Triton kernels of SwiGLU times the combine weight: one program a row, one loop over its columns."""
+"""Triton kernels of SwiGLU times the combine weight: one program a row, one loop over its columns.
+
+Where `filled` is given, programs of rows from that number on return before they touch memory.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,11 @@ from torch import Tensor
 
 @triton.jit
 @no_type_check
-def _forward_kernel(hidden, probs, out, ffn, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+def _forward_kernel(hidden, probs, filled, out, ffn, BLOCK: tl.constexpr, WIDE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
+    if filled is not None:  # noqa: SIM102 (decided when compiled; without it there is nothing to load)
+        if row >= tl.load(filled):
+            return
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < ffn
     gate = tl.load(hidden + row * 2 * ffn + columns, mask=inside, other=0.0).to(WIDE)
@@ -26,9 +32,13 @@ def _forward_kernel(hidden, probs, out, ffn, BLOCK: tl.constexpr, WIDE: tl.const
 @triton.jit
 @no_type_check
 def _backward_kernel(
-    grad, hidden, probs, d_hidden, d_probs, out, ffn: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr
-):
+    grad, hidden, probs, filled, d_hidden, d_probs, out, ffn: tl.constexpr, BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    if filled is not None:  # noqa: SIM102 (decided when compiled; without it there is nothing to load)
+        if row >= tl.load(filled):
+            return
     weight = tl.load(probs + row).to(WIDE)
     total = tl.zeros((BLOCK,), dtype=WIDE)
     for start in range(0, ffn, BLOCK):
@@ -54,7 +64,7 @@ def _wide(dtype: torch.dtype) -> tl.dtype:
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
-def launch_swiglu_prob(hidden: Tensor, probs: Tensor) -> Tensor:
+def launch_swiglu_prob(hidden: Tensor, probs: Tensor, filled: Tensor | None = None) -> Tensor:
     """`swiglu_prob` on the device of `hidden`."""
     hidden, probs = hidden.contiguous(), probs.contiguous()
     count, ffn = hidden.shape[0], hidden.shape[1] // 2
@@ -65,6 +75,7 @@ def launch_swiglu_prob(hidden: Tensor, probs: Tensor) -> Tensor:
         _forward_kernel[grid](
             hidden,
             probs,
+            filled,
             out,
             ffn,
             BLOCK=block,
@@ -74,7 +85,9 @@ def launch_swiglu_prob(hidden: Tensor, probs: Tensor) -> Tensor:
     return out
 
 
-def launch_swiglu_prob_backward(grad: Tensor, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def launch_swiglu_prob_backward(
+    grad: Tensor, hidden: Tensor, probs: Tensor, filled: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """`swiglu_prob_backward` on the device of `hidden`."""
     grad, hidden, probs = grad.contiguous(), hidden.contiguous(), probs.contiguous()
     count, ffn = grad.shape
@@ -85,6 +98,7 @@ def launch_swiglu_prob_backward(grad: Tensor, hidden: Tensor, probs: Tensor) -> 
             grad,
             hidden,
             probs,
+            filled,
             d_hidden,
             d_probs,
             out,

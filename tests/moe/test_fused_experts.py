@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from isozyme.moe.experts.grouped_mm_fused import grouped_mm_fused_experts
+from isozyme.moe.experts import grouped_mm_fused
+from isozyme.moe.experts.grouped_mm_fused import grouped_mm_fused_experts, most_rows
 from isozyme.moe.types import Arrival
 
 HIDDEN, FFN, EXPERTS = 16, 24, 4
@@ -79,6 +80,78 @@ def test_nothing_uninitialised_reaches_a_result_or_gradient() -> None:
         torch.use_deterministic_algorithms(False)
     for tensor in (found, *grads):
         assert torch.isfinite(tensor).all()
+
+
+def _with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the kernels run also on a CPU, interpreted; unlike their twins they leave unfilled rows alone."""
+    pytest.importorskip("triton")
+    from isozyme.moe.kernels import triton_rows as rows
+    from isozyme.moe.kernels import triton_swiglu as swiglu
+
+    for name, kernel in (
+        ("run_scatter_rows_and_probs", lambda x, p, to, n: rows.launch_scatter_rows(x, p, to, n, None, None)),
+        ("run_scatter_rows", lambda x, to, n: rows.launch_scatter_rows(x, None, to, n, None, None)[0]),
+        ("run_gather_rows", lambda x, at: rows.launch_gather_rows(x, None, at)[0]),
+        ("run_gather_rows_and_probs", rows.launch_gather_rows),
+        ("run_swiglu_prob", swiglu.launch_swiglu_prob),
+        ("run_swiglu_prob_backward", swiglu.launch_swiglu_prob_backward),
+    ):
+        monkeypatch.setattr(grouped_mm_fused, name, kernel)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="interprets kernels; tests/gpu runs the compiled ones")
+def test_bits_do_not_depend_on_what_unfilled_rows_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrival, (gate_up, down) = draw_arrival(12, 3, 6), draw_weights(6)
+    assert 0 < arrival.kept.sum() < 0.8 * arrival.kept.numel()
+    _with_kernels(monkeypatch)
+
+    def everything() -> tuple[Tensor, ...]:
+        found = grouped_mm_fused_experts(arrival, gate_up, down)
+        upstream = torch.linspace(-1, 1, found.numel()).view(found.shape)
+        leaves = (arrival.rows, arrival.probs, gate_up, down)
+        return (found, *torch.autograd.grad(found, leaves, upstream))
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        poisoned = everything()
+        # Now a fresh allocation holds whatever was there before.
+        monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+        plain = everything()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    want = row_by_row(arrival, gate_up, down)
+    torch.testing.assert_close(poisoned[0], want, rtol=1e-4, atol=1e-5)
+    for one, two in zip(poisoned, plain, strict=True):
+        assert torch.isfinite(one).all()
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("choices", [1, 4])
+def test_buffers_have_a_row_for_each_slot_but_no_more_than_one_for_each_expert(choices: int) -> None:
+    """Four choices of a token reach at most the two experts of this rank (of eight, say)."""
+    slot_row, ends = torch.zeros(5, choices, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    assert most_rows(slot_row, ends) == 5 * min(choices, 2)
+
+
+def test_a_row_may_have_more_choices_than_there_are_experts_here() -> None:
+    """All choices but those of the local experts belong to other ranks, and are not kept."""
+    gate_up, down = (stack[:2].detach().requires_grad_() for stack in draw_weights(8))
+    ids = torch.tensor([[1, 0, 0, 0], [0, 0, 1, 0], [0, 1, 0, 1]])
+    kept = torch.tensor([[True, False, True, False], [False, False, True, False], [True, True, False, False]])
+    arrival = Arrival(
+        rows=torch.randn(3, HIDDEN).requires_grad_(),
+        expert_ids=ids,
+        kept=kept,
+        probs=torch.rand(3, 4).requires_grad_(),
+        num_experts=2,
+    )
+    leaves = (arrival.rows, arrival.probs, gate_up, down)
+    found, want = grouped_mm_fused_experts(arrival, gate_up, down), row_by_row(arrival, gate_up, down)
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+    for got, expected in zip(
+        torch.autograd.grad(found.sum(), leaves), torch.autograd.grad(want.sum(), leaves), strict=True
+    ):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_only_the_input_the_pre_activation_and_the_map_are_saved() -> None:

@@ -48,7 +48,41 @@ def test_backward_returns_the_forward_output_again(device: str) -> None:
     torch.testing.assert_close(again, swiglu_prob(hidden, probs))
 
 
+def test_rows_that_nobody_fills_are_neither_read_nor_written(device: str) -> None:
+    """Poisoned inputs leave the filled rows' bits alone; a poisoned result shows that nothing was written."""
+    rows, filled, ffn = 7, 4, 2500
+    hidden, grad = torch.randn(rows, 2 * ffn, device=device), torch.randn(rows, ffn, device=device)
+    probs = torch.rand(rows, device=device)
+    limit = torch.tensor([1, filled], dtype=torch.int32, device=device)[-1:]
+    want = (
+        launch_swiglu_prob(hidden, probs),
+        *launch_swiglu_prob_backward(grad, hidden, probs),
+    )
+    poisoned = [grad.clone(), hidden.clone(), probs.clone()]
+    for each in poisoned:
+        each[filled:] = float("nan")
+    torch.use_deterministic_algorithms(True)  # a fresh allocation is NaN
+    try:
+        found = (
+            launch_swiglu_prob(*poisoned[1:], limit),
+            *launch_swiglu_prob_backward(*poisoned, limit),
+        )
+        # Finite inputs cannot make NaN, so what is NaN was not written.
+        untouched = (
+            launch_swiglu_prob(hidden, probs, limit),
+            *launch_swiglu_prob_backward(grad, hidden, probs, limit),
+        )
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for got, expected, fresh in zip(found, want, untouched, strict=True):
+        assert torch.equal(got[:filled], expected[:filled])
+        assert torch.isnan(fresh[filled:]).all()
+
+
 def test_operators_pass_the_library_checks(device: str) -> None:
     hidden = torch.randn(6, 10, device=device, requires_grad=True)
     probs = torch.rand(6, device=device, requires_grad=True)
-    torch.library.opcheck(swiglu_prob_op, (hidden, probs))
+    for filled in (None, torch.tensor([6], dtype=torch.int32, device=device)):
+        torch.library.opcheck(swiglu_prob_op, (hidden, probs, filled))
+        arguments = (torch.randn(6, 5, device=device), hidden.detach(), probs.detach(), filled)
+        torch.library.opcheck(swiglu_prob_backward, arguments)
