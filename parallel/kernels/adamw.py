@@ -18,10 +18,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Update:
-    """The tensors of one parameter; all but `copy` fp32, contiguous and of one size."""
+    """The tensors of one parameter, contiguous and of one size; all but `grad` and `copy` fp32."""
 
     master: Tensor
     grad: Tensor
+    """In fp32, bf16 or fp16; is read as fp32."""
     exp_avg: Tensor
     exp_avg_sq: Tensor
     copy: Tensor | None
@@ -57,7 +58,7 @@ class Coefficients:
 def adamw_twin(updates: Sequence[Update], numbers: Coefficients) -> None:
     """The update in plain PyTorch, one parameter after the other."""
     for each in updates:
-        grad = each.grad * numbers.scale
+        grad = each.grad.to(each.master.dtype) * numbers.scale
         each.exp_avg.mul_(numbers.beta1).add_(grad, alpha=1 - numbers.beta1)
         each.exp_avg_sq.mul_(numbers.beta2).addcmul_(grad, grad, value=1 - numbers.beta2)
         each.master.mul_(1 - numbers.lr * each.weight_decay)
@@ -70,12 +71,18 @@ def adamw_twin(updates: Sequence[Update], numbers: Coefficients) -> None:
 def unmet(updates: Sequence[Update]) -> str | None:
     """Why the one-pass update cannot take these tensors, in words; None if it can."""
     for each in updates:
-        state = (each.master, each.grad, each.exp_avg, each.exp_avg_sq)
+        state = (each.master, each.exp_avg, each.exp_avg_sq)
         if any(tensor.dtype != torch.float32 for tensor in state):
-            return f"it updates float32 masters only: {str(each.master.dtype).removeprefix('torch.')}"
-        tensors = state if each.copy is None else (*state, each.copy)
+            return f"it updates float32 masters only: {_word(each.master)}"
+        if each.grad.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return f"it reads gradients of float32, bfloat16 and float16 only: {_word(each.grad)}"
+        tensors = (*state, each.grad) if each.copy is None else (*state, each.grad, each.copy)
         if any(not tensor.is_contiguous() or tensor.numel() != each.master.numel() for tensor in tensors):
             return "it needs contiguous tensors of one size"
         if any(tensor.device != each.master.device for tensor in tensors):
             return "it needs a parameter's tensors on one device"
     return None
+
+
+def _word(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,17 +1,21 @@
 """The one-pass AdamW against its twin, and the twin against torch's AdamW."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from isozyme.parallel.kernels.adamw import Coefficients, Update, adamw_twin, unmet
-from isozyme.parallel.kernels.triton_adamw import AdamWLaunches
+from isozyme.parallel.kernels.triton_adamw import AdamWLaunches, Tuning
 
 SIZES = [(5000, 0.1), (1, 0.0), (0, 0.1), (4096, 0.0), (77, 0.1)]
 
 
-def draw(copies: torch.dtype | None, device: str, *, offset: int = 0) -> list[Update]:
-    """Parameters of several sizes, which view flat buffers from an offset on."""
+def draw(
+    copies: torch.dtype | None, device: str, *, offset: int = 0, grad: torch.dtype = torch.float32
+) -> list[Update]:
+    """Parameters of several sizes, which view flat buffers from an offset on; the last two hold `grad`."""
     generator = torch.Generator().manual_seed(3)
     total = sum(size for size, _ in SIZES) + offset
 
@@ -27,7 +31,7 @@ def draw(copies: torch.dtype | None, device: str, *, offset: int = 0) -> list[Up
         found.append(
             Update(
                 master=masters[part],
-                grad=grads[part],
+                grad=grads[part].to(grad if number > 2 else torch.float32),
                 exp_avg=firsts[part],
                 exp_avg_sq=seconds[part],
                 copy=torch.empty(size, dtype=copies, device=device) if copied else None,
@@ -57,6 +61,21 @@ def test_kernel_equals_twin(copies: torch.dtype | None, offset: int, device: str
             truncates = device == "cpu" and copies == torch.bfloat16  # Triton's interpreter does
             rounded = one.master.to(one.copy.dtype)
             torch.testing.assert_close(one.copy, rounded, rtol=2**-7 if truncates else 0, atol=0)
+
+
+@pytest.mark.parametrize("grad", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tuning", [Tuning(block=256, num_warps=1, eviction=""), Tuning(block=1024)])
+def test_no_number_depends_on_tuning_or_on_the_type_that_holds_a_gradient(
+    tuning: Tuning, grad: torch.dtype, device: str
+) -> None:
+    updates, wide = draw(torch.float16, device, grad=grad), draw(torch.float16, device, grad=grad)
+    wide = [replace(each, grad=each.grad.float()) for each in wide]
+    AdamWLaunches(updates, tuning)(numbers(1))
+    AdamWLaunches(wide)(numbers(1))
+    for one, other in zip(updates, wide, strict=True):
+        for name in ("master", "exp_avg", "exp_avg_sq", "copy"):
+            found, expected = getattr(one, name), getattr(other, name)
+            assert found is expected is None or torch.equal(found, expected)
 
 
 def test_twin_is_torch_adamw_on_scaled_gradients(device: str) -> None:
@@ -91,3 +110,5 @@ def test_what_cannot_be_updated_is_said(device: str) -> None:
         weight_decay=0.0,
     )
     assert "float64" in (unmet([wide]) or "")
+    halved = [replace(each, grad=each.grad.double()) for each in updates]
+    assert "reads gradients of float32, bfloat16 and float16 only: float64" in (unmet(halved) or "")
