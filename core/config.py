@@ -16,6 +16,7 @@ from isozyme.core.experts import ExpertBackend as ExpertBackend
 from isozyme.core.experts import MoEConfig as MoEConfig
 from isozyme.core.experts import RouterConfig as RouterConfig
 from isozyme.core.pipeline import PipelineConfig
+from isozyme.core.recording import recording_problems
 from isozyme.core.tensor import tensor_problems
 from isozyme.core.topology import Layout
 from isozyme.core.training import OptimConfig as OptimConfig
@@ -224,6 +225,8 @@ class RunConfig:
             f"model.moe.dispatcher=local, layout.ep={ep}. "
             "Use alltoall, allgather or auto.",
         )
+        if self.train.cuda_graph and not model_problems and min(ep, self.layout.etp) >= 1:
+            rules.extend(recording_problems(self))
         return rules.broken
 
     def validate(self, world_size: int | None = None) -> None:

@@ -77,6 +77,9 @@ class TrainConfig:
     log_every: int = 1
     timeout_s: float = 300.0
     """Seconds after which a rank that waits for the others gives up."""
+    cuda_graph: bool = False
+    """Record forward, backward and reduction of a step in a CUDA graph, and replay it: the device never waits
+    for the host. Keeps the memory of one step's activations for good."""
 
     def problems(self, where: str = "train", dp: int | None = None) -> list[str]:
         """Every broken rule in words; with `dp` also that the global batch divides."""

@@ -55,14 +55,7 @@ def our_steps(config: RunConfig, groups: ProcessGroups, device: torch.device, dt
     """The package's model, gradient buffer, optimiser and step, as the trainer puts them together."""
     model = Stage.build(device_filled_model, config, groups, device, dtype)
     buffer, optimizer = training_state(model, groups, config.optim)
-    train = TrainStep(
-        model,
-        buffer,
-        optimizer,
-        groups,
-        clip=config.optim.clip,
-        expert_bias_rate=config.model.moe.router.expert_bias_rate,
-    )
+    train = TrainStep.of(config, model, buffer, optimizer, groups)
 
     def step(tokens: Tensor) -> float:
         batches = [random_batch(part) for part in tokens.split(config.train.micro_batch)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import torch
 from jaxtyping import Int
@@ -57,21 +57,49 @@ def _total(stats: Sequence[RouterStats], name: str) -> Tensor | None:
 _LOSSES = ("aux_loss", "z_loss")
 
 
-def total_loss(output: ModelOutput, totals: StepTotals) -> Tensor | None:
+@dataclass(frozen=True, kw_only=True)
+class Divisors:
+    """What the sums of a step's losses are divided by, on the device: scalars in fp64.
+
+    Tensors, so that a recorded step reads those of the step that plays it.
+    """
+
+    valid_labels: Tensor
+    windows: Tensor
+    real_tokens: Tensor
+
+    @staticmethod
+    def of(totals: StepTotals, device: torch.device) -> Divisors:
+        """The counts of a step; nothing is copied from the host."""
+        return Divisors(
+            **{
+                name: torch.full((), value, dtype=torch.float64, device=device)
+                for name, value in asdict(totals).items()
+            }
+        )
+
+    def fill_(self, totals: StepTotals) -> None:
+        """Take the counts of another step."""
+        for name, value in asdict(totals).items():
+            getattr(self, name).fill_(value)
+
+
+def total_loss(output: ModelOutput, divisors: Divisors) -> Tensor | None:
     """What a micro-batch of one chunk adds to the step's loss: each sum divided by the step's count of it.
 
-    `loss_sum / valid_labels + Σ aux_loss / windows + Σ z_loss / real_tokens`, the sums over the chunk's
-    layers, so that each term is counted once over all stages; None from a chunk without any term.
+    `loss_sum / valid_labels + Σ aux_loss / windows + Σ z_loss / real_tokens` in fp64, the sums over the
+    chunk's layers, so that each term is counted once over all stages; None from a chunk without any term.
     """
-    terms = [] if output.loss_sum is None else [output.loss_sum / totals.valid_labels]
-    terms += [s.aux_loss / totals.windows + s.z_loss / totals.real_tokens for s in output.stats]
+    sums = (output.loss_sum, *(_total(output.stats, name) for name in _LOSSES))
+    by = (divisors.valid_labels, divisors.windows, divisors.real_tokens)
+    terms = [total / divisor for total, divisor in zip(sums, by, strict=True) if total is not None]
     return sum(terms[1:], terms[0]) if terms else None
 
 
 def run_microbatches(
     stage: Stage,
     batches: Sequence[Batch],
-    totals: StepTotals,
+    divisors: Divisors,
     overrides: Overrides | None = None,
     *,
     keep_routings: bool = False,
@@ -81,7 +109,7 @@ def run_microbatches(
     Args:
         stage: what this rank holds of the model.
         batches: this rank's micro-batches; all ranks of one pipeline have the same.
-        totals: counts of the whole step.
+        divisors: counts of the whole step.
         overrides: routings to replay.
         keep_routings: note the routing of every expert layer of this rank.
     """
@@ -93,7 +121,7 @@ def run_microbatches(
         if keep_routings:
             found[micro_batch, chunk] = output.routings
 
-    stage.train_on(batches, lambda output: total_loss(output, totals), visit, overrides)
+    stage.train_on(batches, lambda output: total_loss(output, divisors), visit, overrides)
     if keep_routings:
         chunks = range(len(stage.chunks))
         sums.routings = [[r for c in chunks for r in found[m, c]] for m in range(len(batches))]

@@ -98,6 +98,11 @@ def check(
             + (f" ({machine.no_cuda})" if not machine.cuda_devices else "")
             + ". Use device=cpu, or a layout of fewer ranks.",
         )
+    lacking.check(
+        device == "cuda" or config.device == "cpu" or not config.train.cuda_graph,
+        f"CUDA graphs need CUDA: train.cuda_graph=true, and device=auto found none ({why}). Set "
+        "train.cuda_graph=false.",
+    )
     precision = _precision_problems(config, machine, device)
     lacking.extend(precision)
     if not precision or config.model.moe.experts != "auto":  # else every backend says the same again

@@ -16,13 +16,15 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from isozyme.core.batch import Batch, StepTotals
+from isozyme.core.config import RunConfig
 from isozyme.core.errors import NonFiniteError
-from isozyme.launch.microbatches import Sums, run_microbatches
+from isozyme.launch.microbatches import Divisors, Sums, run_microbatches
+from isozyme.launch.recorded import Gradients, RecordedGradients
 from isozyme.models.stage import Overrides, Stage
 from isozyme.moe.expert_bias import update_expert_biases
 from isozyme.moe.lagged_counts import update_lagged_counts
 from isozyme.parallel.grad_buffer import GradientBuffer
-from isozyme.parallel.grad_norm import clip_, clip_coefficient, global_norm
+from isozyme.parallel.grad_norm import clip_, clip_coefficient, norm_of, squared_norm
 from isozyme.parallel.optimizer import Optimizer
 from isozyme.parallel.process_groups import ProcessGroups
 
@@ -89,6 +91,10 @@ class TrainStep:
         groups: this rank's groups.
         clip: largest global gradient norm; 0 turns clipping off.
         expert_bias_rate: step of the balance bias of routers that have one.
+        cuda_graph: record forward, backward and reduction once, and replay them in later steps.
+
+    Raises:
+        UsageError: if the step of this model cannot be recorded; every reason is listed.
     """
 
     def __init__(
@@ -100,6 +106,7 @@ class TrainStep:
         *,
         clip: float = 0.0,
         expert_bias_rate: float = 0.0,
+        cuda_graph: bool = False,
     ) -> None:
         self.stage = model if isinstance(model, Stage) else Stage([model], groups)
         self.buffer = buffer
@@ -110,6 +117,27 @@ class TrainStep:
         self._biased, self._lagged = (
             [module for module in model.modules() if isinstance(getattr(module, buffer, None), Tensor)]
             for buffer in ("expert_bias", "lagged_counts")
+        )
+        self._recorded = RecordedGradients(self._gradients, self.stage, buffer) if cuda_graph else None
+
+    @classmethod
+    def of(
+        cls,
+        config: RunConfig,
+        model: nn.Module,
+        buffer: GradientBuffer,
+        optimizer: Updates,
+        groups: ProcessGroups,
+    ) -> TrainStep:
+        """The step that a run's configuration says."""
+        return cls(
+            model,
+            buffer,
+            optimizer,
+            groups,
+            clip=config.optim.clip,
+            expert_bias_rate=config.model.moe.router.expert_bias_rate,
+            cuda_graph=config.train.cuda_graph,
         )
 
     def __call__(
@@ -134,11 +162,14 @@ class TrainStep:
         """
         if totals.valid_labels == 0:
             return self._skip(totals)
-        sums = self.accumulate(batches, totals, overrides)
-        self.buffer.reduce()
-        loss, routed, dropped = self._global_sums(sums)
+        if self._recorded is None:
+            found = self._gradients(batches, Divisors.of(totals, batches[0].tokens.device), overrides)
+        else:
+            found = self._recorded(batches, totals, overrides)
+        sums = found.sums
+        *loss, squared = found.numbers.tolist()
         self._check_loss(loss, sums)
-        norm = global_norm(self.buffer)
+        norm = norm_of(self.buffer, squared)
         if on_gradients is None and isinstance(self.optimizer, Optimizer):
             coefficient = clip_coefficient(norm, self.clip)
             self.optimizer.step(lr, coefficient)
@@ -152,6 +183,7 @@ class TrainStep:
             update_expert_biases(self._biased, own, self.groups, rate=self.expert_bias_rate)
         if self._lagged:
             update_lagged_counts(self._lagged, sums.counts()[0].unbind(0), self.groups)
+        routed, dropped = found.counts.cpu().unbind(0)
         return StepResult(
             totals=totals,
             loss=loss[0] / totals.valid_labels,
@@ -179,20 +211,36 @@ class TrainStep:
         keep_routings: bool = False,
     ) -> Sums:
         """Forward and backward of every micro-batch into a fresh gradient buffer, not reduced yet."""
+        divisors = Divisors.of(totals, batches[0].tokens.device)
+        return self._accumulate(batches, divisors, overrides, keep_routings)
+
+    def _accumulate(
+        self,
+        batches: Sequence[Batch],
+        divisors: Divisors,
+        overrides: Overrides | None,
+        keep_routings: bool = False,
+    ) -> Sums:
         self.buffer.zero()
         self.buffer.expect(len(batches))
-        return run_microbatches(self.stage, batches, totals, overrides, keep_routings=keep_routings)
+        return run_microbatches(self.stage, batches, divisors, overrides, keep_routings=keep_routings)
 
-    def _global_sums(self, sums: Sums) -> tuple[list[float], Tensor, Tensor]:
-        """The step's sums over all ranks that hold a part of them, stages included."""
+    def _gradients(
+        self, batches: Sequence[Batch], divisors: Divisors, overrides: Overrides | None = None
+    ) -> Gradients:
+        """Everything of a step that comes before its first look at a number."""
+        sums = self._accumulate(batches, divisors, overrides)
+        self.buffer.reduce()
         assert sums.loss is not None
         parts = sums.loss.clone()
         if self.groups.coordinates["tp"] > 0:
             parts[0] = 0.0  # every TP rank has the cross-entropy of all their tokens, and the rest of its own
-        loss = self.groups.world.all_reduce(parts)
-        counts = self.groups.world.all_reduce(self._in_whole_model(sums.counts()))
-        routed, dropped = counts.cpu().unbind(0)
-        return loss.tolist(), routed, dropped
+        world = self.groups.world
+        return Gradients(
+            sums=sums,
+            numbers=world.all_reduce(torch.cat([parts, squared_norm(self.buffer).to(parts.device)])),
+            counts=world.all_reduce(self._in_whole_model(sums.counts())),
+        )
 
     def _in_whole_model(self, counts: Int[Tensor, "2 L_own E_own"]) -> Int[Tensor, "2 L E"]:
         """This rank's counts at the places of its layers among those of all stages; zeros elsewhere."""

@@ -106,14 +106,7 @@ def train_rank(run: Run, factory: ModelFactory) -> Callable[[], int]:
     buffer, optimizer = training_state(model, run.groups, config.optim)
     checkpoints = Checkpoints(run.folder, config, run.data.genome.sha256, model, optimizer, run.groups)
     start, messages = checkpoints.resume()
-    step = TrainStep(
-        model,
-        buffer,
-        optimizer,
-        run.groups,
-        clip=config.optim.clip,
-        expert_bias_rate=config.model.moe.router.expert_bias_rate,
-    )
+    step = TrainStep.of(config, model, buffer, optimizer, run.groups)
     heading = [*_heading(run, model), *messages]
     metrics = MetricsLog(run.folder / METRICS if run.is_leader else None, start)
     display = Display(shown=run.is_leader, total=config.train.steps, start=start)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from isozyme.core.errors import NonFiniteError, UsageError
@@ -18,26 +19,43 @@ from isozyme.parallel.grad_buffer import GradientBuffer
 def global_norm(buffer: GradientBuffer) -> float:
     """The Euclidean norm of the gradient of the whole model: `sqrt(Σ ‖g‖²)` over all unique shards.
 
-    All ranks of the world call it together, after `buffer.reduce()`, and get the same number. Per-shard
-    norms are computed in at least fp32, their squares added in fp64. One all-reduce of 8 bytes; waits for the
-    device. Where slices were dealt out, each owner adds its own.
+    All ranks of the world call it together, after `buffer.reduce()`, and get the same number. One all-reduce
+    of 8 bytes; waits for the device. Where slices were dealt out, each owner adds its own.
 
     Raises:
         UsageError: before `buffer.reduce()`.
         NonFiniteError: on all ranks alike if the norm is NaN or infinite; it names ranks and tensors.
+    """
+    return norm_of(buffer, float(buffer.groups.world.all_reduce(squared_norm(buffer))))
+
+
+def squared_norm(buffer: GradientBuffer) -> Float[Tensor, "1"]:
+    """This rank's share of `Σ ‖g‖²`, in fp64, on the device, which is not waited for.
+
+    Per-shard norms are computed in at least fp32, their squares added in fp64.
+
+    Raises:
+        UsageError: before `buffer.reduce()`.
     """
     if not buffer.reduced:
         raise UsageError(
             "the gradient norm was asked for before buffer.reduce(): it would be that of a part."
         )
     filled = [(tensor, holders) for tensor, holders in buffer.counted() if tensor.numel()]
-    device = filled[0][0].device if filled else torch.device("cpu")
-    total = torch.zeros(1, dtype=torch.float64, device=device)
-    if filled:  # a few operations for all tensors: there may be hundreds
-        norms = torch.stack([norm.double() for norm in _norms([tensor for tensor, _ in filled])])
-        weights = torch.tensor([1 / holders for _, holders in filled], dtype=torch.float64, device=device)
-        total += (norms.square() * weights).sum()
-    value = math.sqrt(float(buffer.groups.world.all_reduce(total)))
+    total = torch.zeros(1, dtype=torch.float64, device=filled[0][0].device if filled else "cpu")
+    for holders in sorted({holders for _, holders in filled}):  # a few operations for hundreds of tensors
+        norms = torch.stack([norm.double() for norm in _norms([t for t, n in filled if n == holders])])
+        total += norms.square().sum() / holders
+    return total
+
+
+def norm_of(buffer: GradientBuffer, squared: float) -> float:
+    """The norm, from the sum of all ranks' `squared_norm`. All ranks of the world call it together.
+
+    Raises:
+        NonFiniteError: on all ranks alike if it is NaN or infinite; it names ranks and tensors.
+    """
+    value = math.sqrt(squared)
     if not math.isfinite(value):
         raise NonFiniteError(_blame(buffer, value))
     return value

@@ -40,14 +40,7 @@ class Trial:
         self.model, self.groups = model_on(self.config, world)
         self.buffer = GradientBuffer(self.model.parameters(), self.groups)
         self.optimizer = Optimizer(self.buffer, self.config.optim)
-        self.step = TrainStep(
-            self.model,
-            self.buffer,
-            self.optimizer,
-            self.groups,
-            clip=self.config.optim.clip,
-            expert_bias_rate=self.config.model.moe.router.expert_bias_rate,
-        )
+        self.step = TrainStep.of(self.config, self.model, self.buffer, self.optimizer, self.groups)
         self.data = genome_data(self.config)
 
     def batches(self, number: int = 0) -> list[Batch]:

@@ -78,14 +78,7 @@ def train(config: RunConfig, world: World, change: Change | None = None, device:
     if change is not None:
         stage.chunks = nn.ModuleList([change(chunk, groups) for chunk in stage.chunks])
     buffer, optimizer = training_state(stage, groups, config.optim)
-    step = TrainStep(
-        stage,
-        buffer,
-        optimizer,
-        groups,
-        clip=config.optim.clip,
-        expert_bias_rate=config.model.moe.router.expert_bias_rate,
-    )
+    step = TrainStep.of(config, stage, buffer, optimizer, groups)
     at, size = groups.coordinates["dp"], groups.topology.size("dp")
     seen = Seen([], [], {}, {}, 0.0)
     batches: list[Batch] = []

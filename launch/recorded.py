@@ -1,0 +1,166 @@
+"""Forward, backward and reduction of a step as one CUDA graph, so that the device never waits for the host.
+
+A step of a mixture of experts launches a thousand kernels and more; where each is short, launching them takes
+longer than running them. Here the first steps run as always, one is recorded, and later ones replay it on
+their own windows: the same kernels in the same order, hence the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from isozyme.core.batch import Batch, StepTotals
+from isozyme.core.errors import IsozymeError, UsageError
+from isozyme.launch.microbatches import Divisors, Sums
+from isozyme.models.stage import Overrides
+from isozyme.moe.cuda_graph import GRAPHED_BACKENDS
+from isozyme.moe.layer import MoELayer
+from isozyme.parallel.grad_buffer import GradientBuffer
+from isozyme.parallel.grad_layout import refuse_frozen
+
+EAGER_STEPS = 2
+"""Steps before the recording: in them kernels are compiled, and communicators connect."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gradients:
+    """What forward, backward and reduction leave on the device, beside the gradients themselves."""
+
+    sums: Sums
+    """Of this rank's micro-batches."""
+    numbers: Float[Tensor, "4"]
+    """Over all ranks: cross-entropy, balance loss, z-loss, and the squared norm of the gradient; fp64."""
+    counts: Int[Tensor, "2 L E"]
+    """Over all ranks: routed and dropped slots of each expert layer of the model."""
+
+
+MakeGradients = Callable[[Sequence[Batch], Divisors], Gradients]
+
+
+class RecordedGradients:
+    """Makes gradients by replaying a recorded step.
+
+    Results lie in memory that the next step overwrites. Recording takes the memory of one step's activations
+    for good. Other shapes than before are recorded anew.
+
+    Args:
+        make: forward, backward and reduction. It must not wait for the device, and must do the same work
+            whatever the values of its tensors are.
+        model: what it runs.
+        buffer: the gradients.
+
+    Raises:
+        UsageError: if the model cannot be recorded; every reason is listed.
+    """
+
+    def __init__(self, make: MakeGradients, model: nn.Module, buffer: GradientBuffer) -> None:
+        problems = _problems(model)
+        if problems:
+            lines = "".join(f"\n  - {each}" for each in problems)
+            raise UsageError(f"the step cannot be recorded: train.cuda_graph=true{lines}")
+        self._make, self._buffer = make, buffer
+        # Gradients are accumulated on the stream that first used a parameter, which must be the recorded one.
+        self._stream = torch.cuda.Stream()
+        self._eager: dict[_Shapes, int] = {}
+        self._recordings: dict[_Shapes, _Recording] = {}
+
+    def __call__(
+        self, batches: Sequence[Batch], totals: StepTotals, overrides: Overrides | None = None
+    ) -> Gradients:
+        """The gradients of a step, in the buffer, and what belongs to them.
+
+        Raises:
+            UsageError: if windows are packed, routings shall be replayed, or something cannot be recorded.
+        """
+        if overrides is not None:
+            raise UsageError("a recorded step routes by itself: routing overrides need train.cuda_graph=false.")
+        if any(batch.packed for batch in batches):
+            raise UsageError(
+                "a recorded step takes windows of one document each, as kernels for packed ones are launched "
+                "by the lengths of the documents: train.cuda_graph=true, Batch.packed=True. Set "
+                "train.cuda_graph=false, or choose data.window so that windows lie within one sequence."
+            )
+        key = tuple(tuple(batch.tokens.shape) for batch in batches)
+        here = torch.cuda.current_stream()
+        self._stream.wait_stream(here)
+        try:
+            if self._eager.setdefault(key, 0) < EAGER_STEPS:
+                self._eager[key] += 1
+                with torch.cuda.stream(self._stream):
+                    return self._make(batches, Divisors.of(totals, batches[0].tokens.device))
+            if key not in self._recordings:
+                self._recordings[key] = self._record(batches, totals)
+            with torch.cuda.stream(self._stream):
+                return self._recordings[key].replay(batches, totals, self._buffer)
+        finally:
+            here.wait_stream(self._stream)
+
+    def _record(self, batches: Sequence[Batch], totals: StepTotals) -> _Recording:
+        """Record a step on copies of these batches; nothing is computed yet."""
+        inputs = [_copied(batch) for batch in batches]
+        divisors = Divisors.of(totals, batches[0].tokens.device)
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        try:
+            # The watchdog thread of NCCL may ask for the state of older calls meanwhile: hence thread_local.
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                found = self._make(inputs, divisors)
+        except IsozymeError:
+            raise
+        except RuntimeError as error:
+            first = error.__context__ or error
+            raise UsageError(
+                "the step cannot be recorded, as a part of it waits for the device or changes with the data: "
+                f"train.cuda_graph=true; {str(first).strip().splitlines()[0]}. Set train.cuda_graph=false."
+            ) from error
+        return _Recording(graph=graph, inputs=inputs, divisors=divisors, found=found)
+
+
+_Shapes = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Recording:
+    """A graph, where it reads from, and where it writes to."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: Sequence[Batch]
+    divisors: Divisors
+    found: Gradients
+
+    def replay(self, batches: Sequence[Batch], totals: StepTotals, buffer: GradientBuffer) -> Gradients:
+        """Make the gradients of other batches of the same shapes."""
+        for group in buffer.flat:
+            refuse_frozen(group.segments)
+        for target, batch in zip(self.inputs, batches, strict=True):
+            for name in _TENSORS:
+                getattr(target, name).copy_(getattr(batch, name), non_blocking=True)
+        self.divisors.fill_(totals)
+        self.graph.replay()
+        return self.found
+
+
+_TENSORS = tuple(field.name for field in fields(Batch) if field.name not in ("packed", "lengths"))
+
+
+def _copied(batch: Batch) -> Batch:
+    return replace(batch, **{name: getattr(batch, name).clone() for name in _TENSORS})
+
+
+def _problems(model: nn.Module) -> list[str]:
+    """Why the step of this model cannot be recorded, as far as its configuration does not say so already."""
+    found = []
+    if any(parameter.device.type != "cuda" for parameter in model.parameters()):
+        found.append("its weights must be on CUDA: a graph is of kernels. Set train.cuda_graph=false")
+    for name, layer in model.named_modules():
+        if isinstance(layer, MoELayer) and layer.experts.backend not in GRAPHED_BACKENDS:
+            found.append(
+                f"{name}: the backend reads row counts on the host: {layer.experts.choice}. "
+                f"Set model.moe.experts={' or '.join(GRAPHED_BACKENDS)}"
+            )
+    return found
