@@ -78,7 +78,9 @@ class RecordedGradients:
             UsageError: if windows are packed, routings shall be replayed, or something cannot be recorded.
         """
         if overrides is not None:
-            raise UsageError("a recorded step routes by itself: routing overrides need train.cuda_graph=false.")
+            raise UsageError(
+                "a recorded step routes by itself: routing overrides need train.cuda_graph=false."
+            )
         if any(batch.packed for batch in batches):
             raise UsageError(
                 "a recorded step takes windows of one document each, as kernels for packed ones are launched "
