@@ -33,7 +33,6 @@ class _Gathering:
     probs: InFlight
     rows: InFlight
     sizes: tuple[int, ...]
-    num_experts: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,25 +71,17 @@ class AllGatherDispatcher(ArrivalDispatcher):
             probs=gather_from_group_start(routing.topk_probs, group, sizes),
             rows=gather_from_group_start(tokens, group, sizes),
             sizes=sizes,
-            num_experts=routing.num_experts,
         )
 
     def send_finish(self, in_flight: _Gathering) -> Arrival:
         """Wait for the tokens; of their slots, those of this rank's experts are kept."""
-        ids = in_flight.ids.wait()
-        everything = Routing(
-            topk_ids=ids.clamp(min=0),
-            topk_probs=finish(in_flight.probs),
-            kept=ids >= 0,
-            num_experts=in_flight.num_experts,
-        )
-        mine = self.placement.only_local(everything)
+        local, mine = self.placement.local_slots(in_flight.ids.wait())
         return Arrival(
+            expert_ids=local,
+            kept=mine,
+            probs=finish(in_flight.probs),
             rows=finish(in_flight.rows),
-            expert_ids=mine.topk_ids,
-            kept=mine.kept,
-            probs=mine.topk_probs,
-            num_experts=mine.num_experts,
+            num_experts=self.placement.num_local_experts,
             handle=in_flight.sizes,
         )
 

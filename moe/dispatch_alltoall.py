@@ -128,12 +128,12 @@ class AllToAllDispatcher(ArrivalDispatcher):
         numbers = HostCopy(torch.stack([sent, received]))
 
         def answers() -> _Exchange:
-            there, here = numbers.wait()
+            there, here = numbers.wait().tolist()  # the device idles from here on: no tensors of few numbers
             return _Exchange(
-                input_splits=tuple(there.sum(1).tolist()),
-                output_splits=tuple(here.sum(1).tolist()),
+                input_splits=tuple(map(sum, there)),
+                output_splits=tuple(map(sum, here)),
                 received=received,
-                host_counts=tuple(here.sum(0).tolist()),
+                host_counts=tuple(map(sum, zip(*here, strict=True))),
             )
 
         return answers

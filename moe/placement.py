@@ -6,10 +6,12 @@ ranks needs the expert's rows and returns a partial result, which `combine` adds
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from einops import rearrange, repeat
+from jaxtyping import Bool, Int
+from torch import Tensor
 
 from isozyme.core.errors import ConfigError, divisors
 from isozyme.moe.types import Routing
@@ -86,13 +88,15 @@ class ExpertPlacement:
             num_experts=self.communicator.size * local,
         )
 
-    def only_local(self, routing: Routing) -> Routing:
-        """What goes to this rank's experts, numbered from 0; no other slot is kept."""
-        ids = routing.topk_ids - self.first_local_expert
-        mine = routing.kept & (ids >= 0) & (ids < self.num_local_experts)
-        return replace(
-            routing,
-            topk_ids=torch.where(mine, ids, torch.zeros_like(ids)),
-            kept=mine,
-            num_experts=self.num_local_experts,
-        )
+    def local_slots(self, ids: Int[Tensor, "N K"]) -> tuple[Int[Tensor, "N K"], Bool[Tensor, "N K"]]:
+        """The slots that go to this rank's experts: their numbers from 0, and which these slots are.
+
+        Args:
+            ids: global expert id of each slot; negative for one that goes nowhere.
+
+        Returns:
+            Local ids, in range also for the slots of others, and the mask.
+        """
+        numbers = ids - self.first_local_expert
+        local = numbers.clamp(0, self.num_local_experts - 1)
+        return local, numbers == local

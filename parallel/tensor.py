@@ -46,7 +46,7 @@ def sequence_part(x: Shaped[Tensor, "B S *rest"], group: Communicator) -> Shaped
 
 def to_sequence(rows: Shaped[Tensor, "RB P *rest"], group: Communicator) -> Shaped[Tensor, "B S *rest"]:
     """Gathered parts of windows, `(rank window) part`, as whole windows, `window (rank part)`."""
-    return rearrange(rows, "(r b) p ... -> b (r p) ...", r=group.size)
+    return rows if group.size == 1 else rearrange(rows, "(r b) p ... -> b (r p) ...", r=group.size)
 
 
 def from_sequence(windows: Shaped[Tensor, "B S *rest"], group: Communicator) -> Shaped[Tensor, "RB P *rest"]:
@@ -55,7 +55,8 @@ def from_sequence(windows: Shaped[Tensor, "B S *rest"], group: Communicator) -> 
     Raises:
         ConfigError: if the number of ranks does not divide S.
     """
-    return rearrange(windows, "b (r p) ... -> (r b) p ...", p=_part_length(windows.shape[1], group))
+    part = _part_length(windows.shape[1], group)
+    return windows if group.size == 1 else rearrange(windows, "b (r p) ... -> (r b) p ...", p=part)
 
 
 def _part_length(length: int, group: Communicator) -> int:
