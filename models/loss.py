@@ -1,6 +1,13 @@
 """Cross-entropy of a linear head, summed over valid labels, without ever holding all logits.
 
 Tokens are taken in chunks; a chunk's logits are computed, used and forgotten, and computed again in backward.
+Only the last chunk's stay for backward, which begins with them: so a head whose logits fit in one chunk makes
+none twice, no more than one chunk is ever held, and no bit depends on it. (Computing the gradients in forward
+saves as much, as in Liger: Hsu et al. 2024, arXiv:2410.10989. But it rounds them once more when the upstream
+gradient comes, passes once more over the head's, and under vocabulary parallelism needs the sums of the other
+ranks chunk by chunk.) Under a pipeline schedule that runs several forwards before the first backward (GPipe),
+each of them keeps a chunk.
+
 Where the vocabulary is cut over tensor-parallel ranks, each rank has the logits of its own ids only.
 """
 
@@ -14,11 +21,15 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from isozyme.models.kernels.cross_entropy import cross_entropy_gradient_, softmax_parts
 from isozyme.parallel.communicator import Communicator, SingleCommunicator
 from isozyme.parallel.tensor import vocabulary_rows
 
-CHUNK_ELEMENTS = 2**26
-"""Logits held at once: 256 MiB in fp32. Each chunk also passes once over the gradient of the head."""
+CHUNK_ELEMENTS = 2**27
+"""Logits held at once: 256 MiB in bf16, such as 4,096 tokens by 32,000 ids.
+
+With several chunks, the gradient of the head is summed over them in at least fp32, in a buffer of its own.
+"""
 
 
 def cross_entropy_sum(
@@ -71,15 +82,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         group = SingleCommunicator() if group is None else group
         rows, mine = vocabulary_rows(labels, weight.shape[0], group)
         mine &= valid
-        targets = rows.masked_fill(~mine, 0)
+        rows = rows.masked_fill(~mine, 0)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         peak, total, of_label = torch.empty(3, hidden.shape[0], dtype=wide, device=hidden.device)
+        logits: Tensor | None = None
         for part in _chunks(hidden.shape[0], weight.shape[0], chunk_elements):
-            logits = _logits(hidden[part], weight)
-            # Finite, so that ids without any probability add zero (and not NaN) to those of other ranks.
-            peak[part] = logits.amax(dim=1).clamp_min(torch.finfo(wide).min)
-            of_label[part] = logits.gather(1, targets[part, None])[:, 0]
-            total[part] = logits.sub_(peak[part, None]).exp_().sum(dim=1)
+            logits = None  # before the next are made
+            logits = hidden[part] @ weight.T
+            peak[part], total[part] = softmax_parts(logits)
+            of_label[part] = logits.gather(1, rows[part, None])[:, 0]
         of_label.masked_fill_(~mine, 0.0)
         if group.size > 1:
             highest = group.all_reduce(peak.clone(), "max")
@@ -87,38 +98,44 @@ class _LinearCrossEntropy(torch.autograd.Function):
             total, of_label = group.all_reduce(torch.stack([total, of_label]))
             peak = highest
         log_total = total.log()
-        ctx.save_for_backward(hidden, weight, targets, valid, mine, peak, log_total)
+        ctx.save_for_backward(hidden, weight, rows.masked_fill_(~mine, -1), valid, peak, log_total)
         ctx.chunk_elements = chunk_elements
+        # Not a saved tensor: the first backward overwrites them, and a second one makes them anew.
+        # Under autocast they may have another type than backward's products take.
+        ctx.last_logits = logits if logits is not None and logits.dtype == hidden.dtype else None
         return (log_total - (of_label - peak)).masked_fill(~valid, 0.0).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, valid, mine, peak, log_total = ctx.saved_tensors
+        hidden, weight, targets, valid, peak, log_total = ctx.saved_tensors
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=grad.dtype) if need_weight else None
-        for part in _chunks(hidden.shape[0], weight.shape[0], ctx.chunk_elements):
-            of_logits = _logits(hidden[part], weight)
-            of_logits.sub_(peak[part, None]).sub_(log_total[part, None]).exp_()
-            of_logits.scatter_add_(1, targets[part, None], -mine[part, None].to(of_logits.dtype))
-            of_logits = of_logits.mul_(grad).masked_fill_(~valid[part, None], 0.0).to(hidden.dtype)
+        grad_weight: Tensor | None = None
+        logits, ctx.last_logits = ctx.last_logits, None
+        for part in reversed(list(_chunks(hidden.shape[0], weight.shape[0], ctx.chunk_elements))):
+            if logits is None:
+                logits = hidden[part] @ weight.T
+            cross_entropy_gradient_(logits, peak[part], log_total[part], targets[part], valid[part], grad)
             if grad_hidden is not None:
-                grad_hidden[part] = of_logits @ weight
-            if grad_weight is not None:
+                torch.mm(logits, weight, out=grad_hidden[part])
+            if need_weight:
                 rows = hidden[part].masked_fill(~valid[part, None], 0.0)  # 0 * NaN would be NaN
-                grad_weight += of_logits.T @ rows
-        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+                grad_weight = _sum_of_chunks(grad_weight, logits.T @ rows, grad.dtype)
+            logits = None  # before the next are made
+        if need_weight:
+            grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None, None
 
 
-def _logits(hidden: Float[Tensor, "T H"], weight: Float[Tensor, "V H"]) -> Float[Tensor, "T V"]:
-    """Logits in at least fp32, in memory of their own."""
-    logits = hidden @ weight.T
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+def _sum_of_chunks(total: Tensor | None, part: Tensor, wide: torch.dtype) -> Tensor:
+    """The one part as it is; the sum of several in `wide`."""
+    return part if total is None else total.to(wide).add_(part)
 
 
 def _chunks(num_tokens: int, vocab_size: int, chunk_elements: int) -> Iterator[slice]:
-    step = max(1, chunk_elements // vocab_size)
-    for start in range(0, num_tokens, step):
+    """As few as the limit allows, of equal length but for the last."""
+    most = max(1, chunk_elements // vocab_size)
+    step = -(-num_tokens // max(1, -(-num_tokens // most)))
+    for start in range(0, num_tokens, max(1, step)):
         yield slice(start, min(start + step, num_tokens))

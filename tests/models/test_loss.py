@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from isozyme.models.loss import cross_entropy_sum
 
@@ -103,6 +104,59 @@ def test_a_frozen_head_gets_no_gradient() -> None:
     cross_entropy_sum(hidden, weight, labels, valid).backward()
     assert weight.grad is None
     assert hidden.grad is not None
+
+
+def _products(case: tuple[torch.Tensor, ...], chunk_elements: int) -> int:
+    """Matrix products of one forward and backward."""
+
+    class Count(TorchDispatchMode):
+        products = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            self.products += func.overloadpacket is torch.ops.aten.mm
+            return func(*args, **(kwargs or {}))
+
+    with Count() as count:
+        cross_entropy_sum(*case, chunk_elements=chunk_elements).backward()
+    return count.products
+
+
+@pytest.mark.parametrize(("chunk_elements", "chunks"), [(40, 1), (39, 2), (20, 2), (15, 3), (5, 8)])
+def test_the_logits_of_all_chunks_but_the_last_are_made_twice(chunk_elements: int, chunks: int) -> None:
+    assert _products(_case(8, 5, 6), chunk_elements) == chunks + (chunks - 1) + 2 * chunks
+
+
+@pytest.mark.parametrize("chunk_elements", [1000, 20])
+def test_a_second_backward_gives_the_bits_of_the_first(chunk_elements: int) -> None:
+    hidden, weight, labels, valid = _case(8, 5, 7)
+    loss = cross_entropy_sum(hidden, weight, labels, valid, chunk_elements=chunk_elements)
+    first, second = (torch.autograd.grad(loss, (hidden, weight), retain_graph=True) for _ in range(2))
+    for one, two in zip(first, second, strict=True):
+        assert torch.equal(one, two)
+
+
+def test_a_gradient_summed_over_chunks_is_rounded_once() -> None:
+    """300 equal terms of 1 would stop growing at 256 in bf16."""
+    tokens = 300
+    hidden = torch.ones(tokens, 1, dtype=torch.bfloat16)
+    weight = torch.tensor([[0.0], [-torch.inf]], dtype=torch.bfloat16).requires_grad_()
+    labels, valid = torch.ones(tokens, dtype=torch.long), torch.ones(tokens, dtype=torch.bool)
+    cross_entropy_sum(hidden, weight, labels, valid, chunk_elements=2).backward()
+    assert weight.grad is not None
+    assert weight.grad.flatten().tolist() == [tokens, -tokens]
+
+
+def test_autocast_rounds_the_logits_and_leaves_gradients_their_types() -> None:
+    hidden, weight, labels, valid = _case(8, 5, 8)
+    small, head = (x.detach().float().requires_grad_() for x in (hidden, weight))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = cross_entropy_sum(small, head, labels, valid)
+    loss.backward()
+    assert small.grad is not None
+    assert head.grad is not None
+    want = torch.autograd.grad(cross_entropy_sum(hidden, weight, labels, valid), (hidden, weight))
+    for got, expected in zip((small.grad, head.grad), want, strict=True):
+        assert (got - expected).norm() / expected.norm() < 0.05
 
 
 def test_no_tokens_give_zero() -> None:
