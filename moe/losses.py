@@ -59,6 +59,7 @@ def balance_loss(
     group: Communicator | None = None,
     lagged_counts: Int[Tensor, "E"] | None = None,
     own_counts: Int[Tensor, "W E1"] | None = None,
+    masked: bool = False,
 ) -> Float[Tensor, ""]:
     """Sum over windows of `coefficient * E * Σ_e f_e P_e`, which is `coefficient` for each balanced window.
 
@@ -85,12 +86,13 @@ def balance_loss(
             the result is this rank's part, and the parts add up to the loss.
         lagged_counts: `[E]`, for `global_lagged`.
         own_counts: this rank's counts by `count_choices`, where they are known already.
+        masked: whether the shares of padding are zero already.
     """
     experts, topk = shares.shape[-1], topk_ids.shape[-1]
     counts, tokens = window_counts(topk_ids, token_valid, windows, experts, group, own_counts)
-    masked = torch.where(token_valid[:, None], shares, 0.0)
+    real_shares = shares if masked else torch.where(token_valid[:, None], shares, 0.0)
     length = window_length(shares.shape[0], windows)
-    share_sums = masked.view(windows, length, experts).sum(dim=1)
+    share_sums = real_shares.view(windows, length, experts).sum(dim=1)
     real = tokens.to(shares.dtype).clamp_min(1.0)
     if scope == "microbatch":
         filled = (tokens > 0).sum().to(shares.dtype)
@@ -100,7 +102,7 @@ def balance_loss(
     if scope == "global_lagged":
         factors = _lagged_fractions(lagged_counts, share_sums) * (coefficient * experts) / real[:, None]
     else:
-        factors = counts * (coefficient * experts / topk / real.square())[:, None]
+        factors = counts * (coefficient * experts / topk * real.pow(-2))[:, None]
     return (factors.to(shares.dtype) * share_sums).sum()
 
 

@@ -6,7 +6,9 @@ counts nothing twice. Its buffers (balance bias, lagged counts) change between s
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -41,14 +43,20 @@ class _Choice:
     """What a choice of experts consists of, whichever code made it."""
 
     shares: Float[Tensor, "T E"]
-    """Scores that sum to one over the experts, with gradient."""
+    """Scores that sum to one over the experts, with gradient; zero for padding."""
     ids: Int[Tensor, "T K"]
     weights: Float[Tensor, "T K"]
-    """Combine weights, with gradient."""
+    """Combine weights, with gradient; zero for padding."""
     log_sum: Float[Tensor, "T"] | None
     """Log-sum-exp of the logits, with gradient; None where there is no z-loss."""
     counts: Int[Tensor, "W E1"]
     """Slots of each expert, and real tokens, of each window, before any drop."""
+
+
+def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Turns autocast off; leaving out the context where it is off already spares every layer its price."""
+    on = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if on else nullcontext()
 
 
 class Router(PreciseBuffers):
@@ -112,7 +120,7 @@ class Router(PreciseBuffers):
     def logits(self, tokens: Float[Tensor, "T H"], token_valid: Bool[Tensor, "T"]) -> Float[Tensor, "T E"]:
         """The product of tokens and weight in at least fp32; zeros for padding, whatever it holds."""
         dtype = torch.promote_types(torch.promote_types(tokens.dtype, self.weight.dtype), torch.float32)
-        with torch.autocast(tokens.device.type, enabled=False):
+        with _no_autocast(tokens.device):
             # Padding may hold anything, NaN included: not even a zero gradient may be multiplied by it.
             real = torch.where(token_valid[:, None], tokens, 0.0)
             return F.linear(real.to(dtype), self.weight.to(dtype))
@@ -154,16 +162,17 @@ class Router(PreciseBuffers):
         config = self.config
         window_length(tokens.shape[0], windows)
         logits = self.logits(tokens, token_valid)
-        with torch.autocast(tokens.device.type, enabled=False):
+        with _no_autocast(tokens.device):
             real = token_valid[:, None].expand(-1, config.topk)
             if routing_override is None:
                 choice, kept = self._choose(logits, token_valid, windows, None), real.contiguous()
+                probs = choice.weights
             else:
                 self._check_override(routing_override, tokens.shape[0])
                 choice = self._choose(logits, token_valid, windows, routing_override.topk_ids)
                 kept = routing_override.kept & real
+                probs = torch.where(kept, choice.weights, 0.0)
             ids = choice.ids
-            probs = torch.where(kept, choice.weights, 0.0)
             routing = Routing(topk_ids=ids, topk_probs=probs, kept=kept, num_experts=config.num_experts)
             stats = RouterStats(
                 aux_loss=self._balance_loss(choice, token_valid, windows, lagged_counts),
@@ -195,13 +204,13 @@ class Router(PreciseBuffers):
             shares, ids, weights, log_sum, counts = router_topk(logits, token_valid, windows, *setting)
             used = log_sum if config.z_loss > 0 else None
             return _Choice(shares=shares, ids=ids, weights=weights, log_sum=used, counts=counts)
-        log_score = log_scores(logits, config.score)
+        log_score, real = log_scores(logits, config.score), token_valid[:, None]
         if ids is None:
             ids = select_experts(selection_scores(log_score, self.expert_bias), config)
         return _Choice(
-            shares=normalized_scores(log_score, config.score),
+            shares=torch.where(real, normalized_scores(log_score, config.score), 0.0),
             ids=ids,
-            weights=combine_weights(log_score, ids, config),
+            weights=torch.where(real, combine_weights(log_score, ids, config), 0.0),
             log_sum=logits.logsumexp(dim=-1) if config.z_loss > 0 else None,
             counts=count_choices(ids, token_valid, windows, config.num_experts),
         )
@@ -241,6 +250,7 @@ class Router(PreciseBuffers):
             group=self.groups["tp", "cp"],
             lagged_counts=lagged_counts,
             own_counts=choice.counts,
+            masked=True,
         )
 
     def _check_override(self, override: Routing, num_tokens: int) -> None:

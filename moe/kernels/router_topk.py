@@ -1,7 +1,8 @@
 """Softmax, top-k, log-sum-exp and the counts of router logits in one pass, and their gradient in one pass.
 
 Ties go to the lower expert id. The combine weights are the chosen scores, renormalised over the choice if
-asked (Mixtral) or not (Qwen, DeepSeek), times a scaling factor.
+asked (Mixtral) or not (Qwen, DeepSeek), times a scaling factor. Scores and weights of padding are zero, so
+that nobody has to mask them.
 """
 
 from functools import partial
@@ -35,7 +36,9 @@ def router_topk_twin(
     chosen = scores.gather(1, ids)
     total = chosen.sum(dim=-1, keepdim=True) if renormalize else 1.0
     counts = count_choices(ids, valid, windows, logits.shape[1]).int()
-    return scores, ids, chosen / total * scaling, logits.logsumexp(dim=-1), counts
+    real = valid[:, None]
+    scores, probs = torch.where(real, scores, 0.0), torch.where(real, chosen / total * scaling, 0.0)
+    return scores, ids, probs, logits.logsumexp(dim=-1), counts
 
 
 def count_choices(
@@ -64,6 +67,7 @@ def router_topk_backward_twin(
     if renormalize:
         chosen = scores.gather(1, ids)
         total = chosen.sum(dim=-1, keepdim=True)
+        total = torch.where(total == 0, 1.0, total)  # a token that is not valid: all its scores are zero
         upstream = (upstream - (upstream * chosen).sum(dim=-1, keepdim=True) / total) / total
     on_scores = d_scores.scatter_add(1, ids, upstream)
     inner = (on_scores * scores).sum(dim=-1, keepdim=True)
@@ -167,7 +171,7 @@ def router_topk(
 
     Args:
         logits: at least fp32.
-        valid: which tokens are counted; all are routed.
+        valid: which tokens are counted and have scores and weights; all get ids.
         windows: W; the tokens are equal shares of them, window by window.
         topk: K, the choices of a token.
         renormalize: whether the chosen scores are divided by their sum.
@@ -176,7 +180,8 @@ def router_topk(
     Returns:
         `scores` (softmax), `ids` int64 (best first, ties to the lower id), `probs`, `lse` (log-sum-exp of
         the logits), and `counts` int32, as `count_choices` says. Gradients flow through scores, probs and
-        lse. A row with a NaN or infinite logit gets NaN everywhere but in `ids`, which are 0, 1, …
+        lse. A row with a NaN or infinite logit gets NaN everywhere but in `ids`, which are 0, 1, … A token
+        that is not valid has scores and weights of zero, and its logits get no gradient.
     """
     found: Any = direct(router_topk_op, _eager_router_topk)(
         logits, valid, windows, topk, renormalize, scaling

@@ -31,9 +31,10 @@ def _forward_kernel(
     e = tl.exp(x - top[:, None])
     total = tl.sum(e, axis=1)
     p = e / total[:, None]
-    tl.store(scores + where, p, mask=inside)
+    real = tl.load(valid + tokens, mask=alive, other=0) != 0
+    tl.store(scores + where, tl.where(real[:, None], p, 0.0), mask=inside)
     tl.store(lse + tokens, top + tl.log(total), mask=alive)
-    counted = (tl.load(valid + tokens, mask=alive, other=0) != 0).to(tl.int32)
+    counted = real.to(tl.int32)
     slots = tl.zeros((WIDTH,), dtype=tl.int32)
     # NaN compares false with everything: rank such scores first, as a descending sort does.
     rank = tl.where(p == p, p, 2.0)
@@ -57,7 +58,7 @@ def _forward_kernel(
         value = tl.sum(tl.where(hit, p, 0.0), axis=1)
         if RENORMALIZE:
             value = value / chosen_sum
-        tl.store(probs + tokens * K + k, value * scaling, mask=alive)
+        tl.store(probs + tokens * K + k, tl.where(real, value * scaling, 0.0), mask=alive)
         left = tl.where(hit, -1.0, left)
     # Integers: the order of additions changes nothing.
     row = counts + window * (E + 1)
@@ -87,7 +88,7 @@ def _backward_kernel(
             value = tl.sum(tl.where(experts[None, :] == expert[:, None], p, 0.0), axis=1)
             total += value
             inner += tl.load(d_probs + wide * K + k, mask=alive, other=0.0) * scaling * value
-        total = tl.where(alive, total, 1.0)
+        total = tl.where(total == 0, 1.0, total)  # no token, or one that is not valid
     for k in tl.static_range(K):
         expert = tl.load(ids + wide * K + k, mask=alive, other=0).to(tl.int32)
         grad = tl.load(d_probs + wide * K + k, mask=alive, other=0.0) * scaling

@@ -154,11 +154,11 @@ ROUTER_MUTANTS: tuple[Mutant, ...] = (
         row=None,
         says="combine weights come from the biased scores, so the bias changes outputs and gradients",
         file="moe/router.py",
-        old="weights=combine_weights(log_score, ids, config),",
-        new="weights=combine_weights(\n                log_score\n"
+        old="combine_weights(log_score, ids, config)",
+        new="combine_weights(\n                log_score\n"
         "                if self.expert_bias is None\n"
         "                else (log_score.exp() + self.expert_bias).log(),\n"
-        "                ids,\n                config,\n            ),",
+        "                ids,\n                config,\n            )",
         subject="router with a bias",
     ),
     Mutant(

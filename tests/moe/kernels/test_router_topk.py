@@ -44,6 +44,22 @@ def test_kernels_equal_twins(shape: tuple[int, int, int], renormalize: bool, dev
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
+def test_padding_has_no_score_no_weight_and_no_gradient_but_ids(renormalize: bool, device: str) -> None:
+    logits = torch.randn(6, 5, device=device)
+    valid = torch.tensor([True, False, True, True, False, False], device=device)
+    whole = launch_router_topk(logits, torch.ones_like(valid), 2, 2, renormalize, 1.5)
+    scores, ids, probs, lse, _ = launch_router_topk(logits, valid, 2, 2, renormalize, 1.5)
+    assert torch.equal(ids, whole[1])
+    for got, want in ((scores, whole[0]), (probs, whole[2])):
+        assert torch.equal(got, torch.where(valid[:, None], want, 0.0))
+    grads = [torch.randn_like(each) for each in (scores, probs, lse)]
+    arguments = (*grads, scores, ids, renormalize, 1.5)
+    for function in (launch_router_topk_backward, router_topk_backward_twin):
+        assert (function(*arguments)[~valid] == 0).all()
+        assert (function(*arguments)[valid] != 0).any(dim=-1).all()
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
 def test_gradients_are_those_of_softmax_and_choice(renormalize: bool, device: str) -> None:
     logits = torch.randn(7, 6, dtype=torch.float64, device=device, requires_grad=True)
     everywhere = torch.ones(7, dtype=torch.bool, device=device)
