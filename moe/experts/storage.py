@@ -8,7 +8,7 @@ storage, so that it cannot go stale when something moves them together.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from einops import rearrange
@@ -110,8 +110,8 @@ class ExpertWeights(nn.Module):
 
     def stacks(self) -> tuple[Float[Tensor, "E_local F2 H"], Float[Tensor, "E_local H F"]]:
         """Both stacks, with gradient; F is this rank's share, and the F gate rows lie above the F up rows."""
-        gate_up = stack_of(tuple(self.gate_up))
-        return rearrange(gate_up, "e two f h -> e (two f) h"), stack_of(tuple(self.down))
+        gate_up = stack_of(members(self.gate_up))
+        return rearrange(gate_up, "e two f h -> e (two f) h"), stack_of(members(self.down))
 
     def tie(self) -> None:
         """Lay each projection's parameters out in one stack again, with their present values.
@@ -126,6 +126,11 @@ class ExpertWeights(nn.Module):
         for parameters in (self.gate_up, self.down):
             _move(parameters, fn, stack_of(tuple(parameters)).detach())
         return self
+
+
+def members(parameters: nn.ParameterList) -> tuple[nn.Parameter, ...]:
+    """`tuple(parameters)`, in one look: a list's iterator finds each by its name, in every forward anew."""
+    return tuple(cast(dict[str, nn.Parameter], parameters._parameters).values())
 
 
 def _stacked_parameters(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from operator import is_not
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from isozyme.core.errors import BackendError
 from isozyme.core.precision import TRAITS, precision_problems
 from isozyme.moe.experts.arrived import host_counts, no_rows
 from isozyme.moe.experts.delayed import DelayedGradients, Later, reach
-from isozyme.moe.experts.storage import ExpertWeights
+from isozyme.moe.experts.storage import ExpertWeights, members
 from isozyme.moe.experts.te_main_grad import claim_in_backward
 from isozyme.moe.kernels.row_map import row_map
 from isozyme.moe.kernels.rows import gather_rows, scatter_rows_and_probs
@@ -120,9 +121,9 @@ class TEExperts:
         if delayed is not None:
             rows = reach(rows, gate_up, down)
         with self._autocast():
-            hidden = self._gate_up(rows, splits, tuple(self._weights.gate_up))
+            hidden = self._gate_up(rows, splits, members(self._weights.gate_up))
             middle = swiglu_prob(hidden, weights)
-            result = self._down(middle, splits, tuple(self._weights.down))
+            result = self._down(middle, splits, members(self._weights.down))
         if delayed is not None:
             delayed.leave(0, self._gate_up.gradient_later())
             delayed.leave(1, self._down.gradient_later())
@@ -167,6 +168,7 @@ class _EmptyGroupedLinear:
             )
         self._delay, self._cached = delay, _StepOfWeights() if cache else None
         self._leaves: tuple[nn.Parameter, ...] = ()
+        self._targets: tuple[Tensor | None, ...] = ()
         for index in range(count):
             delattr(self._module, f"weight{index}")
             setattr(self._module, f"bias{index}", like.new_empty(0))
@@ -224,9 +226,13 @@ class _EmptyGroupedLinear:
         """Leaves that view ours and whose `main_grad` views ours, so that no gradient enters the graph."""
         if len(self._leaves) != len(parameters) or self._leaves[0].data_ptr() != parameters[0].data_ptr():
             self._leaves = tuple(nn.Parameter(_matrix(parameter.detach())) for parameter in parameters)
-        for leaf, parameter in zip(self._leaves, parameters, strict=True):
-            if hasattr(parameter, "main_grad"):
-                leaf.main_grad = parameter.main_grad.view(leaf.shape)  # type: ignore[attr-defined]
+            self._targets = ()
+        targets = tuple(getattr(parameter, "main_grad", None) for parameter in parameters)
+        if len(targets) != len(self._targets) or any(map(is_not, targets, self._targets)):
+            self._targets = targets
+            for leaf, target in zip(self._leaves, targets, strict=True):
+                if target is not None:
+                    leaf.main_grad = target.view(leaf.shape)  # type: ignore[attr-defined]
         return self._leaves
 
 
