@@ -55,6 +55,7 @@ def load() -> ModuleType:
     return module
 
 
+@functools.cache
 def kernels() -> Any:
     """The compiled module `transformer_engine_torch`, whose functions know nothing of autograd.
 
