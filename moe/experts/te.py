@@ -1,8 +1,8 @@
 """Experts by Transformer Engine's `GroupedLinear`, in bf16 or with FP8 or MXFP8 operands.
 
 The modules are built empty and compute with our storage: their weights are views of the stacks, so weights,
-optimiser and checkpoints are those of every other backend. Rows are permuted and padded to the quantiser's
-alignment in one pass, after the exchange. Its slow twin is `isozyme.moe.experts.loop`.
+optimiser and checkpoints are those of every other backend. Rows are permuted and padded in one pass, after
+the exchange. Its slow twin is `isozyme.moe.experts.loop`.
 """
 
 from __future__ import annotations
@@ -63,6 +63,27 @@ def te_problems(
     return found
 
 
+def row_unit(alignment: int, rows: int, experts: int) -> int:
+    """What the rows of each expert are padded to a multiple of: more than the quantiser needs, if that is little.
+
+    cuBLASLt searches for a kernel whenever it meets a number of rows for the first time, which takes the host
+    ten times as long as the launch (100 to 170 µs); so there should be few different numbers. At most 1/32 of
+    an even share of the rows, and 128.
+
+    Args:
+        alignment: what the quantiser asks for, a power of two.
+        rows: that arrived.
+        experts: of this rank.
+
+    >>> row_unit(16, rows=8192, experts=4), row_unit(16, rows=100, experts=4)
+    (64, 16)
+    """
+    most, unit = min(128, rows // (32 * experts)), alignment
+    while 2 * unit <= most:
+        unit *= 2
+    return unit
+
+
 class TEExperts:
     """The experts of one layer; call it with what arrived and the two weight stacks.
 
@@ -110,7 +131,8 @@ class TEExperts:
         delayed: DelayedGradients | None = None,
     ) -> Float[Tensor, "N H"]:
         """For each arrived row the weighted sum over its local experts. Waits for the host at most once."""
-        unit, experts = self._alignment, gate_up.shape[0]
+        experts = gate_up.shape[0]
+        unit = row_unit(self._alignment, len(arrival.rows), experts)
         slot_row, counts, ends = row_map(arrival.expert_ids, arrival.kept, experts, unit)
         splits = [-(-count // unit) * unit for count in host_counts(arrival, counts)]
         if sum(splits) == 0:

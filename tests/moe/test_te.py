@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from isozyme.core.topology import Layout, Topology
 from isozyme.moe.experts.experts import Experts
+from isozyme.moe.experts.te import row_unit
 from isozyme.moe.types import Arrival
 from isozyme.parallel.grad_buffer import GradientBuffer
 from isozyme.parallel.process_groups import ProcessGroups, SingleWorld
@@ -131,6 +135,29 @@ def test_a_rank_without_rows_owes_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     run(experts, 1, kept=False)
     assert all((grad == 0).all() for grad in gradients(experts))
     assert not calls
+
+
+def test_wider_padding_of_large_experts_changes_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    experts, copies = build(), 1024
+    few = arrival(3)
+    repeated = {name: getattr(few, name).detach().repeat(copies, 1) for name in ("rows", "kept", "probs")}
+    many = replace(few, expert_ids=few.expert_ids.repeat(copies, 1), **repeated)
+    assert row_unit(16, len(many.rows), EXPERTS) == 64
+    assert row_unit(16, len(few.rows), EXPERTS) == 16
+    expected = experts.on_arrival(few).repeat(copies, 1)
+    torch.testing.assert_close(experts.on_arrival(many), expected)
+
+
+@given(
+    st.sampled_from([1, 16, 32]),
+    st.integers(min_value=0, max_value=10**6),
+    st.integers(min_value=1, max_value=64),
+)
+def test_padding_is_what_the_quantiser_asks_for_or_little(alignment: int, rows: int, experts: int) -> None:
+    unit = row_unit(alignment, rows, experts)
+    assert unit % alignment == 0
+    assert unit == alignment or 32 * experts * unit <= rows
 
 
 class Training:
