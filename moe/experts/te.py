@@ -64,7 +64,7 @@ def te_problems(
 
 
 def row_unit(alignment: int, rows: int, experts: int) -> int:
-    """What the rows of each expert are padded to a multiple of: more than the quantiser needs, if that is little.
+    """What the rows of each expert are padded to a multiple of: the quantiser's unit, or more of little cost.
 
     cuBLASLt searches for a kernel whenever it meets a number of rows for the first time, which takes the host
     ten times as long as the launch (100 to 170 µs); so there should be few different numbers. At most 1/32 of
