@@ -234,7 +234,7 @@ class TrainStep:
         assert sums.loss is not None
         parts = sums.loss.clone()
         if self.groups.coordinates["tp"] > 0:
-            parts[0] = 0.0  # every TP rank has the cross-entropy of all their tokens, and the rest of its own
+            parts[:1].zero_()  # every TP rank has the cross-entropy of all their tokens, and the rest of its own
         world = self.groups.world
         return Gradients(
             sums=sums,
