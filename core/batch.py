@@ -46,10 +46,14 @@ class Batch:
         return self.tokens.shape[1]
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch on another device. Leaving the host, a packed one notes the `lengths`."""
+        """The same batch on another device. Leaving the host, a packed one notes the `lengths`.
+
+        Nothing waits: a copy to a CUDA device starts from pinned memory.
+        """
         values = {field.name: getattr(self, field.name) for field in fields(self)}
+        pinned = torch.device(device).type == "cuda" and self.tokens.device.type == "cpu"
         moved: dict[str, Any] = {
-            name: value.to(device, non_blocking=True)
+            name: (value.pin_memory() if pinned else value).to(device, non_blocking=True)
             for name, value in values.items()
             if isinstance(value, Tensor)
         }

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,12 +22,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from isozyme.core.batch import Batch
 from isozyme.core.config import RunConfig
 from isozyme.core.errors import BackendError
-from isozyme.core.genome.windows import totals_of
 from isozyme.launch.bench_measure import synchronize
 from isozyme.launch.bench_model import device_filled_model
 from isozyme.launch.bench_peers import optional_module
+from isozyme.launch.prepare import Preparation, Prepared
 from isozyme.launch.report import grouped_choices
-from isozyme.launch.step import TrainStep, step_totals
+from isozyme.launch.step import TrainStep
 from isozyme.launch.training_state import training_state
 from isozyme.models.convert import mixtral_config, mixtral_problems
 from isozyme.models.stage import Stage
@@ -34,14 +36,18 @@ from isozyme.parallel.process_groups import ProcessGroups
 LEARNING_RATE = 1e-5
 """Small and constant: nothing is learnt from random tokens, and nothing may overflow."""
 
-Step = Callable[[Tensor], float]
-"""One optimiser step on `[B, S + 1]` tokens (on the CPU), B windows in micro-batches; returns the loss."""
+Prepare = Callable[[Tensor], Any]
+"""Starts to bring `[B, S + 1]` tokens, B windows, to the device; returns what a step takes."""
+Step = Callable[[Any, Callable[[], None]], float]
+"""One optimiser step on what was prepared, in micro-batches; calls its second argument once, while the device
+is busy, and returns the loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
     """A model that is ready to train."""
 
+    prepare: Prepare
     step: Step
     windows: int
     """B, the windows that this rank's dense replica takes in a step."""
@@ -57,12 +63,16 @@ def our_steps(config: RunConfig, groups: ProcessGroups, device: torch.device, dt
     buffer, optimizer = training_state(model, groups, config.optim)
     train = TrainStep.of(config, model, buffer, optimizer, groups)
 
-    def step(tokens: Tensor) -> float:
-        batches = [random_batch(part) for part in tokens.split(config.train.micro_batch)]
-        totals = step_totals(totals_of(batches), groups, device)
-        return train([batch.to(device) for batch in batches], totals, LEARNING_RATE).loss
+    preparation = Preparation(groups, device)
+
+    def prepare(tokens: Tensor) -> Prepared:
+        return preparation([random_batch(part) for part in tokens.split(config.train.micro_batch)])
+
+    def step(given: Prepared, meanwhile: Callable[[], None]) -> float:
+        return train(given.batches(), given.totals, LEARNING_RATE, meanwhile=meanwhile).loss
 
     return Steps(
+        prepare=prepare,
         step=step,
         windows=config.train.global_batch // groups.topology.size("dp"),
         replica=groups.coordinates["dp"],
@@ -146,8 +156,12 @@ def fsdp2_steps(
         fused=True,
     )
 
-    def step(tokens: Tensor) -> float:
-        parts = tokens[:, :-1].to(device).split(config.train.micro_batch)
+    def prepare(tokens: Tensor) -> Tensor:
+        inputs = tokens[:, :-1]
+        return (inputs.pin_memory() if device.type == "cuda" else inputs).to(device, non_blocking=True)
+
+    def step(given: Tensor, meanwhile: Callable[[], None]) -> float:
+        parts = given.split(config.train.micro_batch)
         loss = torch.zeros((), device=device)
         for part in parts:
             own = model(input_ids=part, labels=part, use_cache=False).loss / len(
@@ -158,9 +172,11 @@ def fsdp2_steps(
         torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        meanwhile()
         return float(loss)
 
     return Steps(
+        prepare=prepare,
         step=step,
         windows=config.train.global_batch // world_size,
         replica=rank,
@@ -183,15 +199,24 @@ class Timed:
 
 
 def time_steps(steps: Steps, config: RunConfig, device: torch.device, *, warm_up: int, repeats: int) -> Timed:
-    """Run and time steps over fresh random tokens, which differ from replica to replica."""
+    """Run and time steps over fresh random tokens, which differ from replica to replica.
+
+    As in training, the tokens of a step are brought to the device during the step before.
+    """
     draw = torch.Generator().manual_seed(1000 + steps.replica)
     shape = (steps.windows, config.data.window + 1)
+    ahead: deque[Any] = deque()
+
+    def prepare() -> None:
+        ahead.append(steps.prepare(torch.randint(config.model.vocab_size, shape, generator=draw)))
+
+    prepare()
     losses, times = [], []
     for number in range(warm_up + repeats):
-        tokens = torch.randint(config.model.vocab_size, shape, generator=draw)
         synchronize(device)
         began = time.perf_counter()
-        losses.append(steps.step(tokens))
+        losses.append(steps.step(ahead[0], prepare))
+        ahead.popleft()
         synchronize(device)
         if number >= warm_up:
             times.append(1000 * (time.perf_counter() - began))

@@ -147,6 +147,7 @@ class TrainStep:
         lr: float,
         overrides: Overrides | None = None,
         on_gradients: Callable[[], None] | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> StepResult:
         """Accumulate, reduce, check, clip, update. Every rank of the world calls it together.
 
@@ -156,6 +157,8 @@ class TrainStep:
             lr: the learning rate of this step.
             overrides: for each micro-batch the routings to replay in this rank's expert layers.
             on_gradients: called when gradients are reduced and clipped, before the update (for verification).
+            meanwhile: called on the host once, while the device computes the gradients; not by a step that
+                is skipped.
 
         Raises:
             NonFiniteError: on all ranks alike, before the update, if the loss or the gradient is not finite.
@@ -166,6 +169,8 @@ class TrainStep:
             found = self._gradients(batches, Divisors.of(totals, batches[0].tokens.device), overrides)
         else:
             found = self._recorded(batches, totals, overrides)
+        if meanwhile is not None:
+            meanwhile()
         sums = found.sums
         *loss, squared = found.numbers.tolist()
         self._check_loss(loss, sums)
@@ -234,7 +239,9 @@ class TrainStep:
         assert sums.loss is not None
         parts = sums.loss.clone()
         if self.groups.coordinates["tp"] > 0:
-            parts[:1].zero_()  # every TP rank has the cross-entropy of all their tokens, and the rest of its own
+            parts[
+                :1
+            ].zero_()  # every TP rank has the cross-entropy of all their tokens, and the rest of its own
         world = self.groups.world
         return Gradients(
             sums=sums,

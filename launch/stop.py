@@ -21,13 +21,11 @@ class StopRequest:
     """Whether any rank was asked to stop.
 
     Args:
-        world: all ranks.
-        device: one that the communicator can send from.
+        world: all ranks; they agree on the host, without waiting for a device.
     """
 
-    def __init__(self, world: Communicator, device: torch.device) -> None:
+    def __init__(self, world: Communicator) -> None:
         self._world = world
-        self._device = device
         self.received: int | None = None
         """The signal that this rank received."""
 
@@ -45,14 +43,14 @@ class StopRequest:
 
     def agreed(self) -> int | None:
         """The signal that some rank has received, or None; the same on all ranks, which call it together."""
-        mine = torch.tensor([self.received or 0], dtype=torch.int64, device=self._device)
+        mine = torch.tensor([self.received or 0], dtype=torch.int64)
         return int(self._world.all_reduce(mine, op="max")) or None
 
 
 @contextmanager
-def stop_on_signals(world: Communicator, device: torch.device) -> Iterator[StopRequest]:
+def stop_on_signals(world: Communicator) -> Iterator[StopRequest]:
     """Remember the `SIGNALS` while the context lasts (main thread only, as Python requires)."""
-    request = StopRequest(world, device)
+    request = StopRequest(world)
     before = {number: signal.signal(number, request) for number in SIGNALS}
     try:
         yield request

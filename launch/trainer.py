@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,14 +21,14 @@ from isozyme.core.batch import Batch
 from isozyme.core.config import RunConfig
 from isozyme.core.genome.dataset import GenomeData
 from isozyme.core.genome.schedule import step_indices
-from isozyme.core.genome.windows import totals_of
 from isozyme.launch.evaluate import Evaluation, chosen_windows, evaluate, held_out_batches
 from isozyme.launch.metrics import MetricsLog, peak_memory_bytes, step_record
+from isozyme.launch.prepare import Preparation, Prepared
 from isozyme.launch.progress import Display
 from isozyme.launch.report import Summary, closing_table, count, grouped_choices
 from isozyme.launch.requirements import Choice
 from isozyme.launch.resume import Checkpoints
-from isozyme.launch.step import StepResult, TrainStep, step_totals
+from isozyme.launch.step import StepResult, TrainStep
 from isozyme.launch.stop import StopRequest, stop_on_signals
 from isozyme.launch.training_state import training_state
 from isozyme.models.stage import Stage
@@ -112,7 +113,7 @@ def train_rank(run: Run, factory: ModelFactory) -> Callable[[], int]:
     display = Display(shown=run.is_leader, total=config.train.steps, start=start)
     for message in heading:
         display.say(message)
-    with display, stop_on_signals(run.groups.world, run.device) as stop:
+    with display, stop_on_signals(run.groups.world) as stop:
         loop = _Loop(run, step, checkpoints, metrics, display, stop)
         progress, stopped = loop.run(start)
         if stopped is not None:
@@ -153,6 +154,9 @@ class _Loop:
         self.metrics = metrics
         self.display = display
         self.stop = stop
+        self._prepare = Preparation(run.groups, run.device)
+        self._next: tuple[int, Prepared] | None = None
+        """What was prepared ahead, and for which step."""
 
     def run(self, start: int) -> tuple[Progress, int | None]:
         """Go on from step `start`; returns what was done, and the signal that ended it early if one did."""
@@ -176,9 +180,9 @@ class _Loop:
         run, train = self.run_, self.run_.config.train
         began = time.perf_counter()
         lr = learning_rate(number, run.config.optim, train.steps)
-        batches = list(_train_batches(run, number))
-        totals = step_totals(totals_of(batches), run.groups, run.device)
-        result = self.step([batch.to(run.device) for batch in batches], totals, lr)
+        given = self._prepared(number)
+        totals = given.totals
+        result = self.step(given.batches(), totals, lr, meanwhile=partial(self._prepare_ahead, number + 1))
         seconds = time.perf_counter() - began
         progress.add(result, seconds)
         logged = progress.done % train.log_every == 0 or progress.done in (1, train.steps)
@@ -190,6 +194,16 @@ class _Loop:
             )
         speed = totals.real_tokens / seconds
         self.display.step(number, result, lr=lr, tokens_per_s=speed, logged=logged)
+
+    def _prepared(self, number: int) -> Prepared:
+        if self._next is not None and self._next[0] == number:
+            return self._next[1]
+        return self._prepare(list(_train_batches(self.run_, number)))
+
+    def _prepare_ahead(self, number: int) -> None:
+        """Read and send the windows of a step while the device works on the step before."""
+        if number < self.run_.config.train.steps:
+            self._next = number, self._prepare(list(_train_batches(self.run_, number)))
 
     def _evaluate(self, done: int) -> None:
         run = self.run_
