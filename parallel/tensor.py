@@ -186,15 +186,17 @@ class _ColumnParallel(Function):
         need_x, _, *need_weights = ctx.needs_input_grad
         alone = group.size == 1
         gathering = group.all_gather_async(x) if any(need_weights) and not alone else None
+        flat = [grad.flatten(0, -2) for grad in grads]
         grad_x = reducing = None
         if need_x:
-            grad_x = grads[0] @ weights[0]
-            for grad, weight in zip(grads[1:], weights[1:], strict=True):
-                grad_x += grad @ weight
+            total = flat[0] @ weights[0]
+            for grad, weight in zip(flat[1:], weights[1:], strict=True):
+                total.addmm_(grad, weight)  # the product adds, and rounds once
+            grad_x = total.view(*grads[0].shape[:-1], total.shape[1])
             reducing = None if alone else group.reduce_scatter_async(grad_x)
         whole = x if gathering is None else gathering.wait()
         grad_weights = [
-            grad.flatten(0, -2).T @ whole.flatten(0, -2) if needed else None
-            for grad, needed in zip(grads, need_weights, strict=True)
+            grad.T @ whole.flatten(0, -2) if needed else None
+            for grad, needed in zip(flat, need_weights, strict=True)
         ]
         return (grad_x if reducing is None else reducing.wait(), None, *grad_weights)
