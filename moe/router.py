@@ -23,6 +23,7 @@ from isozyme.moe.expert_bias import PreciseBuffers, create_expert_bias
 from isozyme.moe.kernels.router_topk import MAX_EXPERTS, count_choices, router_topk
 from isozyme.moe.lagged_counts import create_lagged_counts
 from isozyme.moe.losses import balance_loss, expert_counts, z_loss
+from isozyme.moe.router_logits import bf16_logits
 from isozyme.moe.scores import (
     RoutingFlips,
     combine_weights,
@@ -121,6 +122,8 @@ class Router(PreciseBuffers):
         """The product of tokens and weight in at least fp32; zeros for padding, whatever it holds."""
         dtype = torch.promote_types(torch.promote_types(tokens.dtype, self.weight.dtype), torch.float32)
         with _no_autocast(tokens.device):
+            if tokens.dtype == self.weight.dtype == torch.bfloat16:
+                return bf16_logits(tokens, self.weight, token_valid)
             # Padding may hold anything, NaN included: not even a zero gradient may be multiplied by it.
             real = torch.where(token_valid[:, None], tokens, 0.0)
             return F.linear(real.to(dtype), self.weight.to(dtype))
