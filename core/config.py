@@ -182,17 +182,16 @@ class RunConfig:
         model_problems = self.model.problems()
         rules.extend(model_problems)
         rules.extend(self.data.problems())
-        rules.extend(self.optim.problems())
         dp = None if layout_problems else self.layout.resolved().dp
+        micro_batches = self.train.micro_batches(dp)
+        rules.extend(self.optim.problems(micro_batches=micro_batches))
         rules.extend(self.train.problems(dp=dp))
         if self.layout.pp >= 1 and self.model.num_layers >= 1:
-            per_rank = (dp or 0) * self.train.micro_batch
-            whole = per_rank > 0 and self.train.global_batch % per_rank == 0
             rules.extend(
                 self.pipeline.problems(
                     stages=self.layout.pp,
                     num_layers=self.model.num_layers,
-                    micro_batches=self.train.global_batch // per_rank if whole else None,
+                    micro_batches=micro_batches,
                 )
             )
         if not model_problems and min(self.layout.tp, self.layout.cp, self.layout.etp) >= 1:

@@ -23,6 +23,9 @@ class OptimConfig:
     clip: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
     implementation: Literal["auto", "triton", "te", "apex", "torch"] = "auto"
+    main_grad: Literal["fp32", "as_computed"] = "fp32"
+    """What gradients are kept in: at least fp32; or, where no other rank adds to them, the parameter's type,
+    in which backward computes them. That needs one micro-batch a step, and changes no number."""
     sharded: bool = False
     """Whether masters and moments are dealt out over the replicas of each weight (ZeRO-1)."""
     overlap_reduce: bool = False
@@ -30,8 +33,8 @@ class OptimConfig:
     overlap_gather: bool = False
     """Whether updated parameters are gathered while the next forward goes on; needs sharded."""
 
-    def problems(self, where: str = "optim") -> list[str]:
-        """Every broken rule in words."""
+    def problems(self, where: str = "optim", micro_batches: int | None = None) -> list[str]:
+        """Every broken rule in words; with `micro_batches` of a step also what goes with their number."""
         rules = Rules(where)
         rules.check(self.lr > 0, f"{where}.lr must be positive: {where}.lr={self.lr}.")
         rules.check(self.eps > 0, f"{where}.eps must be positive: {where}.eps={self.eps}.")
@@ -54,6 +57,12 @@ class OptimConfig:
             self.sharded or not self.overlap_gather,
             f"only a sharded optimiser gathers parameters: {where}.overlap_gather=true, "
             f"{where}.sharded=false. Set {where}.sharded=true, or leave {where}.overlap_gather out.",
+        )
+        rules.check(
+            self.main_grad == "fp32" or micro_batches in (None, 1),
+            f"gradients of several micro-batches are added up in fp32: {where}.main_grad={self.main_grad}, "
+            f"micro-batches a step={micro_batches}. Set {where}.main_grad=fp32, or "
+            f"train.micro_batch {micro_batches} times as large.",
         )
         return rules.broken
 
@@ -80,6 +89,12 @@ class TrainConfig:
     cuda_graph: bool = False
     """Record forward, backward and reduction of a step in a CUDA graph, and replay it: the device never waits
     for the host. Keeps the memory of one step's activations for good."""
+
+    def micro_batches(self, dp: int | None) -> int | None:
+        """Micro-batches of a rank's step at `dp` dense replicas; None if not known or no whole number."""
+        per_rank = (dp or 0) * self.micro_batch
+        whole = per_rank > 0 and self.global_batch % per_rank == 0
+        return self.global_batch // per_rank if whole else None
 
     def problems(self, where: str = "train", dp: int | None = None) -> list[str]:
         """Every broken rule in words; with `dp` also that the global batch divides."""

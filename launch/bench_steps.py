@@ -28,7 +28,7 @@ from isozyme.launch.bench_peers import optional_module
 from isozyme.launch.prepare import Preparation, Prepared
 from isozyme.launch.report import grouped_choices
 from isozyme.launch.step import TrainStep
-from isozyme.launch.training_state import training_state
+from isozyme.launch.training_state import gradient_choice, training_state
 from isozyme.models.convert import mixtral_config, mixtral_problems
 from isozyme.models.stage import Stage
 from isozyme.parallel.process_groups import ProcessGroups
@@ -76,7 +76,11 @@ def our_steps(config: RunConfig, groups: ProcessGroups, device: torch.device, dt
         step=step,
         windows=config.train.global_batch // groups.topology.size("dp"),
         replica=groups.coordinates["dp"],
-        choices={**grouped_choices(model.choices), "optimiser": str(optimizer.choice)},
+        choices={
+            **grouped_choices(model.choices),
+            "optimiser": str(optimizer.choice),
+            **gradient_choice(buffer, config.optim),
+        },
     )
 
 

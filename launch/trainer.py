@@ -30,7 +30,7 @@ from isozyme.launch.requirements import Choice
 from isozyme.launch.resume import Checkpoints
 from isozyme.launch.step import StepResult, TrainStep
 from isozyme.launch.stop import StopRequest, stop_on_signals
-from isozyme.launch.training_state import training_state
+from isozyme.launch.training_state import gradient_choice, training_state
 from isozyme.models.stage import Stage
 from isozyme.models.types import ModelFactory
 from isozyme.parallel.lr_schedule import learning_rate
@@ -131,7 +131,11 @@ def train_rank(run: Run, factory: ModelFactory) -> Callable[[], int]:
             },
         )
     result = evaluate(model, _held_out(run), run.groups, run.device)
-    choices = {**grouped_choices(model.choices), "optimiser": str(optimizer.choice)}
+    choices = {
+        **grouped_choices(model.choices),
+        "optimiser": str(optimizer.choice),
+        **gradient_choice(buffer, config.optim),
+    }
     memory = peak_memory_bytes(run.device)
     return lambda: _close(run, progress, result, choices, memory, metrics, display)
 

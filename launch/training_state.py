@@ -40,11 +40,31 @@ def gradient_buffer(model: nn.Module, groups: ProcessGroups, config: OptimConfig
     if config.sharded or overlapped:
         units = _units(model, overlapped)
     buffer = GradientBuffer(
-        model.parameters(), groups, sharded=config.sharded, units=[unit.parameters for unit in units]
+        model.parameters(),
+        groups,
+        sharded=config.sharded,
+        units=[unit.parameters for unit in units],
+        as_computed=config.main_grad == "as_computed",
     )
     if config.overlap_reduce:
         mark(units, buffer.passed)
     return buffer
+
+
+def gradient_choice(buffer: GradientBuffer, config: OptimConfig) -> dict[str, str]:
+    """For the table of choices: what `optim.main_grad` has come to on this rank, unless it is the default."""
+    if config.main_grad == "fp32":
+        return {}
+    narrow, rest = (
+        sum(
+            segment.parameter.numel()
+            for group in buffer.flat
+            if group.narrow == kind
+            for segment in group.segments
+        )
+        for kind in (True, False)
+    )
+    return {"gradients": f"as computed: {narrow:,} of {narrow + rest:,} elements; the others at least fp32"}
 
 
 def optimizer_of(model: nn.Module, buffer: GradientBuffer, config: OptimConfig) -> Optimizer:

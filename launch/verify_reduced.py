@@ -61,7 +61,7 @@ def reduced(config: RunConfig, layouts: Sequence[Layout]) -> RunConfig:
         device="cpu",
         layout=Layout(),
         data=DataConfig(window=_multiple(WINDOW, parts)),
-        optim=replace(config.optim, implementation="torch"),
+        optim=replace(config.optim, implementation="torch", main_grad="fp32"),
         pipeline=replace(config.pipeline, split=None),
         train=replace(
             config.train, global_batch=dense * MICRO_BATCH * micro_batches, micro_batch=MICRO_BATCH

@@ -1,4 +1,4 @@
-"""The gradient buffer: gradients are accumulated in at least fp32 and summed over ranks by an explicit call.
+"""The gradient buffer: gradients are added up in at least fp32 and summed over ranks by an explicit call.
 
 Each parameter's `main_grad` is a view of a flat group. A hook moves `.grad` there after every backward, and
 nothing else reads `.grad`: a fused backward may write `main_grad` itself, and an expert without tokens may
@@ -18,7 +18,7 @@ from isozyme.parallel.communicator import Pending
 from isozyme.parallel.grad_layout import Segment, agree_on_buckets, refuse_frozen, stack_in
 from isozyme.parallel.grad_packing import pack
 from isozyme.parallel.grad_reduce import finish_gather, finish_sum, start_gather, start_sum
-from isozyme.parallel.main_grad import MainGradUse, OpenStep, claim, fill, forget, use_of
+from isozyme.parallel.main_grad import OpenStep, adopt, fill, forget, release, take
 from isozyme.parallel.process_groups import ProcessGroups
 
 
@@ -44,6 +44,8 @@ class GradientBuffer:
             only the slices that this rank owns hold sums.
         units: parts of the model, in the order in which backward completes them, each with its parameters.
             Their buckets can start early: see `expect` and `passed`. Parameters may be in none.
+        as_computed: keep the gradients of parameters that nobody else has a part of in the parameters' own
+            type, in which backward computes them. A step is then one backward, and no number changes.
 
     Attributes:
         groups: the communicators.
@@ -65,12 +67,18 @@ class GradientBuffer:
         bucket_bytes: int | None = None,
         sharded: bool = False,
         units: Sequence[Sequence[nn.Parameter]] = (),
+        as_computed: bool = False,
     ) -> None:
         if bucket_bytes is not None and bucket_bytes < 1:
             raise ConfigError(f"bucket_bytes must be positive: bucket_bytes={bucket_bytes}. Leave it out.")
         self.groups, self.sharded, self._num_units = groups, sharded, len(units)
         self.flat, self.buckets = pack(
-            parameters, groups, bucket_bytes=bucket_bytes, sharded=sharded, units=units
+            parameters,
+            groups,
+            bucket_bytes=bucket_bytes,
+            sharded=sharded,
+            units=units,
+            as_computed=as_computed,
         )
         agree_on_buckets(self.buckets)
         self._reduced = False
@@ -148,8 +156,17 @@ class GradientBuffer:
 
         The buckets of a unit then start when as many have `passed` it. Without this call all wait for
         `reduce()`.
+
+        Raises:
+            UsageError: if there are several, and gradients are kept as computed.
         """
         self._must_be_open(f"expect({passes})")
+        narrow = [group.name for group in self.flat if group.narrow]
+        if passes > 1 and narrow:
+            raise UsageError(
+                f"gradients kept as computed are never added up: expect({passes}), and {', '.join(narrow)} "
+                "would be. Make one micro-batch a step, or set optim.main_grad=fp32."
+            )
         self._passes_left = [passes] * self._num_units
 
     def passed(self, unit: int) -> None:
@@ -245,10 +262,7 @@ class GradientBuffer:
         for hook in self._hooks:
             hook.remove()
         for segment in self.segments:
-            del segment.parameter.main_grad  # type: ignore[attr-defined]
-            del segment.parameter.grad_added_to_main_grad  # type: ignore[attr-defined]
-            del segment.parameter.main_grad_use  # type: ignore[attr-defined]
-            del segment.parameter.open_step  # type: ignore[attr-defined]
+            release(segment.parameter)
         self._hooks.clear()
 
     def _adopt(self, segment: Segment, main_grad: Tensor, bucket: int) -> None:
@@ -257,35 +271,17 @@ class GradientBuffer:
             raise UsageError(
                 f"{segment.spec.name} belongs to another gradient buffer already. Call close() on that one."
             )
-        parameter.main_grad = main_grad  # type: ignore[attr-defined]
-        parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-        parameter.main_grad_use = MainGradUse()  # type: ignore[attr-defined]
-        parameter.open_step = self._step  # type: ignore[attr-defined]
-        parameter.grad = None
-        hook = partial(self._move, segment.spec.name, main_grad, bucket)
+        adopt(parameter, main_grad, self._step)
+        hook = partial(self._move, segment.spec.name, bucket)
         self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
-    @torch.no_grad()
-    def _move(self, name: str, main_grad: Tensor, bucket: int, parameter: Tensor) -> None:
+    def _move(self, name: str, bucket: int, parameter: Tensor) -> None:
         if self._reduced or len(self._pending) > bucket:
             raise UsageError(
                 f"a gradient of {name} came after its reduction had started. Call zero() before the first "
                 "backward of a step, and reduce() or ready() after the last."
             )
-        if parameter.grad_added_to_main_grad:  # type: ignore[attr-defined]
-            parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-            if use_of(parameter).stale:
-                raise UsageError(
-                    f"a backward added to {name}.main_grad, which still held the numbers of the step before: "
-                    "this parameter got ordinary gradients then. Call isozyme.parallel.main_grad.claim in "
-                    "that backward, and do as it says."
-                )
-        elif parameter.grad is not None:
-            if claim([parameter]):
-                main_grad.copy_(parameter.grad)
-            else:
-                main_grad.add_(parameter.grad)
-        parameter.grad = None
+        take(name, parameter)
 
     def _must_be_open(self, call: str) -> None:
         if self._reduced:

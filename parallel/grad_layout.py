@@ -52,6 +52,16 @@ class FlatGroup:
     data: Tensor
     segments: tuple[Segment, ...]
 
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """The dtype of masters and moments, which is at least that of the gradients."""
+        return accumulate_dtype(self.data.dtype)
+
+    @property
+    def narrow(self) -> bool:
+        """Whether gradients are kept in less than fp32, so that nothing is added to them."""
+        return self.data.dtype != self.state_dtype
+
     def gaps(self) -> list[Tensor]:
         """The parts of `data` that belong to no parameter: alignment, and padding of buckets."""
         found, end = [], 0

@@ -71,9 +71,18 @@ def clip_(buffer: GradientBuffer, norm: float, max_norm: float) -> float:
 
     Returns:
         The one coefficient that every gradient on every rank was multiplied by; 1.0 if none was.
+
+    Raises:
+        UsageError: if there is something to scale, and gradients of less than fp32 would be rounded.
     """
     coefficient = clip_coefficient(norm, max_norm)
     if coefficient != 1.0:
+        narrow = [group.name for group in buffer.flat if group.narrow]
+        if narrow:
+            raise UsageError(
+                f"gradients kept as computed would be rounded: {', '.join(narrow)}, times {coefficient}. "
+                "Give the optimiser the coefficient (`Optimizer.step`), or set optim.main_grad=fp32."
+            )
         torch._foreach_mul_([tensor for tensor, _ in buffer.counted()], coefficient)
     return coefficient
 
@@ -86,7 +95,13 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
 def _norms(tensors: list[Tensor]) -> list[Tensor]:
     if all(tensor.device.type == "cpu" for tensor in tensors):
         return [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors]
-    return list(torch._foreach_norm(tensors))
+    norms: dict[int, Tensor] = {}
+    for dtype in {tensor.dtype for tensor in tensors}:  # one call takes tensors of one type, or is slow
+        places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        wide = torch.promote_types(dtype, torch.float32)
+        found = torch._foreach_norm([tensors[place] for place in places], dtype=wide)
+        norms.update(zip(places, found, strict=True))
+    return [norms[place] for place in range(len(tensors))]
 
 
 def _blame(buffer: GradientBuffer, value: float) -> str:

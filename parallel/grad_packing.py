@@ -48,6 +48,7 @@ def pack(
     bucket_bytes: int | None = None,
     sharded: bool = False,
     units: Sequence[Sequence[nn.Parameter]] = (),
+    as_computed: bool = False,
 ) -> tuple[tuple[FlatGroup, ...], tuple[Bucket, ...]]:
     """Allocate zeroed flat groups for all parameters that require a gradient, and cut them into buckets.
 
@@ -62,6 +63,8 @@ def pack(
         sharded: pad every bucket, so that all replicas own slices of one length.
         units: parts of the model in the order in which backward completes them. No bucket holds gradients of
             two units, or of a unit and of the rest.
+        as_computed: keep gradients to which no other rank adds in the parameters' own type, unless a backward
+            computes them in fp32 (`isozyme.parallel.main_grad.written_wide`).
 
     Returns:
         The flat groups, and the buckets in the order in which they are reduced: unit by unit, then the rest;
@@ -77,7 +80,7 @@ def pack(
     flat: list[FlatGroup] = []
     buckets: list[Bucket] = []
     for key in sorted(members):
-        group, cut = _pack_group(members[key], groups, bucket_bytes, sharded=sharded)
+        group, cut = _pack_group(members[key], groups, bucket_bytes, sharded=sharded, as_computed=as_computed)
         flat.append(group)
         buckets += cut
     buckets.sort(key=lambda bucket: -max(segment.order for segment in bucket.segments))
@@ -127,7 +130,12 @@ def _key(member: _Member, topology: Topology) -> tuple[str, ...]:
         _word(accumulate_dtype(parameter.dtype)),
         _word(parameter.dtype),
         str(parameter.device),
+        "wide" if _written_wide(parameter) else "",
     )
+
+
+def _written_wide(parameter: nn.Parameter) -> bool:
+    return bool(getattr(parameter, "main_grad_written_wide", False))
 
 
 def _word(dtype: torch.dtype) -> str:
@@ -135,12 +143,18 @@ def _word(dtype: torch.dtype) -> str:
 
 
 def _pack_group(
-    members: list[_Member], groups: ProcessGroups, bucket_bytes: int | None, *, sharded: bool
+    members: list[_Member],
+    groups: ProcessGroups,
+    bucket_bytes: int | None,
+    *,
+    sharded: bool,
+    as_computed: bool,
 ) -> tuple[FlatGroup, list[Bucket]]:
     parameter, spec = members[0].parameter, members[0].spec
-    dtype = accumulate_dtype(parameter.dtype)
     summed = reduce_communicators(spec, groups)
     slicers = (*summed, *copy_communicators(spec, groups)) if sharded else ()
+    keep = as_computed and not summed and not slicers and not _written_wide(parameter)
+    dtype = parameter.dtype if keep else accumulate_dtype(parameter.dtype)
     packing = _Packing(
         limit=math.inf if bucket_bytes is None else bucket_bytes / dtype.itemsize,
         multiple=SLICE_UNIT * math.prod(each.size for each in slicers) if slicers else 1,

@@ -130,12 +130,13 @@ class Optimizer:
             yield from self._slots_of(group)
 
     def _slots_of(self, group: FlatGroup) -> Iterator[Slot]:
-        exp_avg, exp_avg_sq = torch.zeros_like(group.data), torch.zeros_like(group.data)
-        copied = any(segment.parameter.dtype != group.data.dtype for segment in group.segments)
-        masters = torch.zeros_like(group.data) if copied else None
+        dtype = group.state_dtype
+        exp_avg, exp_avg_sq = (torch.zeros_like(group.data, dtype=dtype) for _ in range(2))
+        copied = any(segment.parameter.dtype != dtype for segment in group.segments)
+        masters = torch.zeros_like(group.data, dtype=dtype) if copied else None
         for segment in group.segments:
             parameter = segment.parameter
-            own = parameter.dtype == group.data.dtype
+            own = parameter.dtype == dtype
             slot = Slot(
                 master=parameter.detach() if own or masters is None else segment.view(masters),
                 grad=segment.view(group.data),

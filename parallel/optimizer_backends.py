@@ -24,10 +24,11 @@ from isozyme.parallel.optimizer_one_pass import OnePassAdamW, one_pass_problem
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Slot:
-    """The tensors of one parameter that an update reads and writes; all but `copy` of one shape and dtype."""
+    """The tensors of one parameter that an update reads and writes, of one shape; see there for dtypes."""
 
     master: Tensor
     grad: Tensor
+    """In the dtype of the master, or of lower precision; the moments are always in the master's."""
     exp_avg: Tensor
     exp_avg_sq: Tensor
     copy: Tensor | None = None
@@ -70,16 +71,17 @@ class AdamW:
             if chosen
         ]
         self._inner = build(groups, lr=config.lr, betas=config.betas, eps=config.eps) if groups else None
-        self._grads = [slot.grad for slot in slots]
+        own = [slot for slot in slots if slot.grad.dtype == slot.master.dtype]
+        self._grads = [slot.grad for slot in own]
+        self._narrow = [slot for slot in slots if slot.grad.dtype != slot.master.dtype]
+        """Those whose gradients are widened for the time of a step: kernels want one dtype."""
+        for slot in own:
+            self._give(slot, slot.grad)
         for slot in slots:
             parameter = self._parameter(slot)
             state = {"exp_avg": slot.exp_avg, "exp_avg_sq": slot.exp_avg_sq}
-            if writes_copies:
-                parameter.decoupled_grad = slot.grad  # type: ignore[attr-defined]
-                if parameter is slot.copy:
-                    state["master_param"] = slot.master
-            else:
-                parameter.grad = slot.grad
+            if writes_copies and parameter is slot.copy:
+                state["master_param"] = slot.master
             if not step_in_group:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=slot.master.device)
             assert self._inner is not None
@@ -88,6 +90,14 @@ class AdamW:
     def _parameter(self, slot: Slot) -> Tensor:
         """What the implementation sees as the parameter."""
         return slot.copy if self.writes_copies and slot.copy is not None else slot.master
+
+    def _give(self, slot: Slot, grad: Tensor | None) -> None:
+        """Put a gradient where the implementation looks for it."""
+        parameter = self._parameter(slot)
+        if self.writes_copies:
+            parameter.decoupled_grad = grad  # type: ignore[attr-defined]
+        else:
+            parameter.grad = grad
 
     def set_updates(self, count: int) -> None:
         """Go on as after `count` updates (for the bias correction)."""
@@ -101,14 +111,22 @@ class AdamW:
             state["step"].fill_(count)
 
     def step(self, lr: float, scale: float = 1.0) -> None:
-        """Update every master and its moments once, from the gradients times `scale` (scaled in place)."""
+        """Update every master and its moments once, from the gradients times `scale`.
+
+        They are scaled in place, those of lower precision in a copy of the masters' precision.
+        """
         if self._inner is None:
             return
+        widened = [slot.grad.to(slot.master.dtype) for slot in self._narrow]
+        for slot, grad in zip(self._narrow, widened, strict=True):
+            self._give(slot, grad)
         if scale != 1.0:
-            torch._foreach_mul_(self._grads, scale)
+            torch._foreach_mul_([*self._grads, *widened], scale)
         for group in self._inner.param_groups:
             group["lr"] = lr
         self._inner.step()
+        for slot in self._narrow:
+            self._give(slot, None)
 
 
 def _torch(slots: Sequence[Slot], config: OptimConfig) -> tuple[AdamW, str]:

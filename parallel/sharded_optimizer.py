@@ -154,10 +154,11 @@ class _Share:
         group, own = bucket.group, bucket.own
         self.bucket = bucket
         self.grad = group.data[own]
-        self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.grad), torch.zeros_like(self.grad)
+        state = group.state_dtype
+        self.exp_avg, self.exp_avg_sq = (torch.zeros_like(self.grad, dtype=state) for _ in range(2))
         self.pieces = list(_pieces(bucket, own))
         self._dtype = bucket.segments[0].parameter.dtype
-        self.masters = torch.zeros_like(self.grad) if self._dtype != group.data.dtype else None
+        self.masters = torch.zeros_like(self.grad, dtype=state) if self._dtype != state else None
         self.refresh_masters()
         self._sent: tuple[Tensor, Pending | None] | None = None
 

@@ -28,7 +28,7 @@ from isozyme.moe.kernels.row_map import row_map
 from isozyme.moe.kernels.rows import gather_rows, scatter_rows_and_probs
 from isozyme.moe.kernels.swiglu import swiglu_prob
 from isozyme.moe.types import Arrival
-from isozyme.parallel.main_grad import OpenStep
+from isozyme.parallel.main_grad import OpenStep, written_wide
 
 
 def te_problems(
@@ -89,7 +89,7 @@ class TEExperts:
 
     Where the parameters have a `main_grad`, weight gradients are added to it by the GEMM itself (in fp32),
     and none flows through the graph; elsewhere each parameter gets its own, without passing through the
-    stacks.
+    stacks. So `main_grad` of less than fp32 would round them, and the parameters say that theirs is fp32.
 
     Args:
         weights: the storage, for its parameters' `main_grad`.
@@ -111,6 +111,7 @@ class TEExperts:
     ) -> None:
         self._te = transformer_engine.load()
         self._weights = weights
+        written_wide(weights.parameters())
         traits = TRAITS[precision]
         self._alignment = traits.row_alignment
         self._recipe = transformer_engine.recipe_for(precision) if traits.quantized else None

@@ -21,7 +21,9 @@ from isozyme.parallel.weights import load_weights, save_weights
 SHAPES = {"a": (300, 70), "b": (33,), "c": (5, 7, 3)}
 
 
-def setup(device: str, implementation: str, dtype: torch.dtype, sharded: bool = False):
+def setup(
+    device: str, implementation: str, dtype: torch.dtype, sharded: bool = False, as_computed: bool = False
+):
     groups = ProcessGroups(Topology(Layout()), SingleWorld())
     generator = torch.Generator().manual_seed(0)
     module = nn.ParameterDict()
@@ -30,7 +32,7 @@ def setup(device: str, implementation: str, dtype: torch.dtype, sharded: bool = 
         kept = torch.float32 if name == "b" else dtype
         module[name] = nn.Parameter(value.to(device, kept))
         attach(module[name], dense_spec(name, shape, Init.normal(1.0), decay=name != "b"))
-    buffer = GradientBuffer(module.parameters(), groups, sharded=sharded)
+    buffer = GradientBuffer(module.parameters(), groups, sharded=sharded, as_computed=as_computed)
     optimizer = make_optimizer(buffer, OptimConfig(weight_decay=0.1, implementation=implementation))  # type: ignore[arg-type]
     return groups, module, buffer, optimizer
 
@@ -102,3 +104,31 @@ def test_five_steps_on_a_gpu_equal_five_on_the_cpu(implementation, dtype, sharde
     buffer.reduce()
     with pytest.raises(NonFiniteError, match="rank 0: c"):
         global_norm(buffer)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["triton", "te", "apex", "torch"])
+def test_gradients_kept_as_computed_change_no_bit_on_a_gpu(implementation):
+    def steps(as_computed: bool) -> list[torch.Tensor]:
+        _, module, buffer, optimizer = setup("cuda", implementation, torch.bfloat16, as_computed=as_computed)
+        kinds = {module[name].main_grad.dtype for name in ("a", "c")}
+        assert kinds == {torch.bfloat16 if as_computed else torch.float32}
+        norms = []
+        for step in range(3):
+            buffer.zero()
+            generator = torch.Generator().manual_seed(step)
+            sum(
+                (p.float() * torch.randn(p.shape, generator=generator).to("cuda")).sum()
+                for p in module.parameters()
+            ).backward()
+            buffer.reduce()
+            norms.append(global_norm(buffer))
+            optimizer.step(0.01, 3.0 / norms[-1])
+        tensors = [*module.parameters(), *(tensor for _, tensor, _ in optimizer.state())]
+        return [torch.tensor(norms, dtype=torch.float64), *(tensor.detach() for tensor in tensors)]
+
+    try:
+        found, want = steps(True), steps(False)
+    except BackendError as error:
+        pytest.skip(str(error))
+    assert all(torch.equal(one, other) for one, other in zip(found, want, strict=True))

@@ -11,17 +11,18 @@ import torch
 from torch import nn
 
 from isozyme.core.config import OptimConfig
-from isozyme.core.errors import ConfigError
+from isozyme.core.errors import ConfigError, UsageError
 from isozyme.core.genome.windows import totals_of
 from isozyme.core.topology import Layout, Topology
 from isozyme.launch.step import TrainStep, step_totals
-from isozyme.launch.training_state import training_state
+from isozyme.launch.training_state import gradient_choice, training_state
 from isozyme.models.decoder import build_model
 from isozyme.models.stage import Stage
 from isozyme.parallel.optimizer import Optimizer
 from isozyme.parallel.process_groups import ProcessGroups, SingleWorld
 from isozyme.parallel.sharded_optimizer import ShardedOptimizer
 from isozyme.parallel.simulated import simulate
+from tests.models.common import random_batch
 from tests.models.pipeline_case import CPU, Seen, run_config, train, window
 
 # Whole training steps; annotations are checked where the parts are tested.
@@ -87,6 +88,62 @@ def test_delayed_weight_gradients_change_no_bit_and_are_there_before_their_reduc
     )
     delayed = simulate(4, lambda world: train(config, world))
     assert_close(delayed, plain(layout, False), 0.0)
+
+
+def bf16_steps(layout: Layout, **optim: Any) -> list[dict[str, torch.Tensor]]:
+    """What each rank holds after two steps of one micro-batch in bf16: weights, state, norms, losses."""
+    config = run_config(layout=layout)
+    settings = OptimConfig(lr=1e-2, clip=0.1, implementation="torch", **optim)
+
+    def program(world) -> dict[str, torch.Tensor]:
+        groups = ProcessGroups(Topology(layout), world)
+        stage = Stage.build(build_model, config, groups, CPU, torch.bfloat16)
+        buffer, optimizer = training_state(stage, groups, settings)
+        step = TrainStep(stage, buffer, optimizer, groups, clip=settings.clip)
+        numbers = []
+        for number in range(2):
+            batches = [random_batch(2, seed=10 * number + groups.coordinates["dp"])]
+            result = step(batches, step_totals(totals_of(batches), groups, CPU), settings.lr)
+            assert result.clip < 0.9
+            numbers += [result.loss, result.grad_norm, result.clip]
+        found = {name: parameter.detach().clone() for name, parameter in stage.named_parameters()}
+        found |= {name: tensor.clone() for name, tensor, _ in optimizer.state()}
+        found["numbers"] = torch.tensor(numbers, dtype=torch.float64)
+        kinds = {s.spec.name: s.parameter.main_grad.dtype for s in buffer.segments}  # type: ignore[attr-defined]
+        narrow = {name for name, dtype in kinds.items() if dtype == torch.bfloat16}
+        alone = {name for name in kinds if layout.dp == 1 or (".experts." in name and layout.ep == layout.dp)}
+        assert narrow == (alone if settings.main_grad == "as_computed" else set())
+        return found
+
+    return simulate(Topology(layout).world_size, program)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("layout", [Layout(dp=1), Layout(dp=2, ep=2), Layout(dp=2)])
+def test_gradients_kept_as_computed_change_no_bit(layout, sharded):
+    found, want = (bf16_steps(layout, main_grad=kind, sharded=sharded) for kind in ("as_computed", "fp32"))
+    for one, other in zip(found, want, strict=True):
+        assert one.keys() == other.keys()
+        assert [name for name in one if not torch.equal(one[name], other[name])] == []
+        assert all(tensor.dtype == other[name].dtype for name, tensor in one.items())
+
+
+def test_gradients_kept_as_computed_need_one_micro_batch_a_step():
+    config = replace(run_config(), optim=OptimConfig(main_grad="as_computed"))
+    (problem,) = config.problems()
+    assert problem.endswith(
+        "gradients of several micro-batches are added up in fp32: optim.main_grad=as_computed, micro-batches "
+        "a step=8. Set optim.main_grad=fp32, or train.micro_batch 8 times as large."
+    )
+    assert not replace(config, train=replace(config.train, micro_batch=8)).problems()
+    groups = ProcessGroups(Topology(Layout()), SingleWorld())
+    stage = Stage.build(build_model, config, groups, CPU, torch.bfloat16)
+    buffer, optimizer = training_state(stage, groups, config.optim)
+    count = f"{sum(parameter.numel() for parameter in stage.parameters()):,}"
+    assert gradient_choice(buffer, config.optim)["gradients"].startswith(f"as computed: {count} of {count} ")
+    batches = [window(index) for index in range(2)]
+    with pytest.raises(UsageError, match=r"never added up: expect\(2\), and .*dense.* bfloat16"):
+        TrainStep(stage, buffer, optimizer, groups)(batches, totals_of(batches), 0.1)
 
 
 def test_the_settings_decide_which_optimiser_and_which_buffer():

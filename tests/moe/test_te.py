@@ -36,8 +36,7 @@ def build(**options: Any) -> Experts:
         output_std=0.6,
         backend="te",
         precision="fp8_current",
-        dtype=torch.float32,
-        **options,
+        **{"dtype": torch.float32, **options},
     )
 
 
@@ -85,6 +84,14 @@ def gradients(experts: Experts) -> list[Tensor]:
 
 def buffer_of(experts: Experts) -> GradientBuffer:
     return GradientBuffer(experts.parameters(), ProcessGroups(Topology(Layout()), SingleWorld()))
+
+
+def test_weight_gradients_that_gemms_write_in_fp32_stay_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    experts = build(dtype=torch.bfloat16)
+    groups = ProcessGroups(Topology(Layout()), SingleWorld())
+    buffer = GradientBuffer(experts.parameters(), groups, as_computed=True)
+    assert {group.data.dtype for group in buffer.flat} == {torch.float32}
 
 
 @pytest.mark.parametrize("passes", [run, again])

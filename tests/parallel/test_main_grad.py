@@ -13,7 +13,8 @@ from torch import nn
 from isozyme.core.errors import UsageError
 from isozyme.core.topology import Topology
 from isozyme.parallel.grad_buffer import GradientBuffer
-from isozyme.parallel.main_grad import claim
+from isozyme.parallel.grad_norm import clip_, global_norm
+from isozyme.parallel.main_grad import claim, written_wide
 from isozyme.parallel.simulated import simulate
 from tests.parallel.sharded_model import backward, build, global_gradients, layouts
 from tests.parallel.test_grad_buffer import alone, worst_error
@@ -142,3 +143,49 @@ def test_a_weight_that_is_used_twice_in_one_backward_gets_both_gradients():
     ((weight * 2).sum() + (weight * 5).sum()).backward()
     buffer.reduce()
     assert weight.main_grad.tolist() == [7.0] * 3
+
+
+def as_computed(**options: Any) -> tuple[GradientBuffer, nn.Parameter]:
+    groups, (weight,) = alone((3,))
+    weight.data = weight.data.bfloat16()
+    return GradientBuffer([weight], groups, as_computed=True, **options), weight
+
+
+def test_a_gradient_that_is_kept_as_computed_takes_one_a_step():
+    buffer, weight = as_computed()
+    for factor in (2.0, 3.0):
+        buffer.zero()
+        (weight * factor).sum().backward()
+        assert weight.main_grad.dtype == torch.bfloat16
+        with pytest.raises(UsageError, match="nothing is added to a gradient that is kept as computed"):
+            (weight * 5).sum().backward()
+        buffer.reduce()
+        assert weight.main_grad.tolist() == [factor] * 3
+        assert global_norm(buffer) == pytest.approx(factor * 3**0.5, rel=1e-12)
+    assert clip_(buffer, 1.0, 2.0) == 1.0
+    with pytest.raises(UsageError, match=r"would be rounded: dense tp.cp.dp bfloat16, times 0\.5"):
+        clip_(buffer, 2.0, 1.0)
+
+
+def test_a_step_without_a_gradient_and_one_with_follow_each_other_in_the_parameters_type():
+    buffer, weight = as_computed()
+    for factor in (0.0, 4.0, 0.0, 0.0, 2.0):
+        buffer.zero()
+        if factor:
+            (weight * factor).sum().backward()
+        buffer.reduce()
+        assert weight.main_grad.tolist() == [factor] * 3
+
+
+def test_a_backward_that_computes_in_fp32_keeps_it_and_one_that_did_not_say_so_is_refused():
+    groups, (weight,) = alone((3,))
+    weight.data = weight.data.bfloat16()
+    written_wide([weight])
+    assert [group.narrow for group in GradientBuffer([weight], groups, as_computed=True).flat] == [False]
+    buffer, weight = as_computed()
+    with pytest.raises(UsageError, match="was chosen after the gradient buffer was made"):
+        written_wide([weight])
+    weight.grad_added_to_main_grad = True
+    with pytest.raises(UsageError, match=r"added to .* by itself, which is bfloat16"):
+        (weight * 2).sum().backward()
+    buffer.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -67,6 +69,25 @@ def test_one_implementation_goes_on_where_another_stopped():
     run(torch.optim.AdamW, switched, step_in_group=False, updates=2, start=2)
     for a, b in zip(through, switched, strict=True):
         torch.testing.assert_close(a.master, b.master, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(("build", "in_group"), [(GroupSteppedAdamW, True), (torch.optim.AdamW, False)])
+def test_gradients_of_lower_precision_are_widened_before_they_are_scaled(build, in_group):
+    wide = slots(dtype=torch.float32)
+    for slot in wide:
+        slot.grad.copy_(slot.grad.bfloat16())
+    mixed = slots(dtype=torch.float32)
+    mixed = [replace(slot, grad=slot.grad.bfloat16()) if slot.decay else slot for slot in mixed]
+    mixed[1].grad.copy_(wide[1].grad)
+    before = mixed[0].grad.clone()
+    for given in (wide, mixed):
+        backend = AdamW(build, given, OptimConfig(weight_decay=0.2), step_in_group=in_group)
+        backend.set_updates(0)
+        backend.step(0.01, scale=0.3)
+    assert torch.equal(mixed[0].grad, before)
+    for one, other in zip(mixed, wide, strict=True):
+        for name in ("master", "exp_avg", "exp_avg_sq"):
+            assert torch.equal(getattr(one, name), getattr(other, name))
 
 
 def test_a_rank_without_parameters_steps_along():
