@@ -20,6 +20,7 @@ from isozyme.core.config import RunConfig
 from isozyme.core.errors import NonFiniteError
 from isozyme.launch.microbatches import Divisors, Sums, run_microbatches
 from isozyme.launch.recorded import Gradients, RecordedGradients
+from isozyme.launch.training_state import refuse_replaced
 from isozyme.models.stage import Overrides, Stage
 from isozyme.moe.expert_bias import update_expert_biases
 from isozyme.moe.lagged_counts import update_lagged_counts
@@ -162,6 +163,7 @@ class TrainStep:
 
         Raises:
             NonFiniteError: on all ranks alike, before the update, if the loss or the gradient is not finite.
+            UsageError: before the update, if parameters of the model were replaced since the buffer was made.
         """
         if totals.valid_labels == 0:
             return self._skip(totals)
@@ -169,6 +171,7 @@ class TrainStep:
             found = self._gradients(batches, Divisors.of(totals, batches[0].tokens.device), overrides)
         else:
             found = self._recorded(batches, totals, overrides)
+        refuse_replaced(self.stage, self.buffer)
         if meanwhile is not None:
             meanwhile()
         sums = found.sums

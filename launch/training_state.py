@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from isozyme.core.config import OptimConfig
-from isozyme.core.errors import ConfigError
+from isozyme.core.errors import ConfigError, UsageError
 from isozyme.models.stage import Stage
 from isozyme.parallel.gather_overlap import gather_ahead
 from isozyme.parallel.grad_buffer import GradientBuffer
@@ -75,6 +75,22 @@ def optimizer_of(model: nn.Module, buffer: GradientBuffer, config: OptimConfig) 
             raise ConfigError("; ".join(config.problems()))
         gather_ahead(optimizer, _units(model, ["overlap_gather"]), _chunks(model))
     return optimizer
+
+
+def refuse_replaced(model: nn.Module, buffer: GradientBuffer) -> None:
+    """Refuse parameters that took the place of others since the buffer was made: nobody would update them.
+
+    Raises:
+        UsageError: if there are any, with the name of one.
+    """
+    known = {id(segment.parameter) for segment in buffer.segments}
+    strange = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in known]
+    if strange:
+        raise UsageError(
+            "a gradient buffer serves the parameters that it was made with: "
+            f"{len(strange)} of the model's are others, such as {strange[0]} (load_state_dict(assign=True) "
+            "replaces parameters). Load with assign=False, or before the training state is made."
+        )
 
 
 def _chunks(model: nn.Module) -> list[nn.Module]:

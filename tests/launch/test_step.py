@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from isozyme.core.batch import Batch, StepTotals
-from isozyme.core.errors import NonFiniteError
+from isozyme.core.errors import NonFiniteError, UsageError
 from isozyme.core.genome.schedule import step_indices
 from isozyme.core.genome.windows import totals_of
 from isozyme.launch.step import StepResult, TrainStep, step_totals
@@ -23,6 +23,7 @@ from tests.launch.tiny import genome_data, model_on, tiny
 
 UNCHECKED = pytest.mark.usefixtures("unchecked_annotations")
 """For steps on several ranks; the steps of one rank check annotations."""
+CPU = torch.device("cpu")
 FP64 = ("precision=fp64", "model.moe.experts=loop", "model.moe.router.z_loss=0.001", "optim.clip=0.1")
 
 
@@ -85,6 +86,30 @@ def test_the_split_into_micro_batches_changes_no_gradient_and_no_weight() -> Non
     assert one.grad_norm == pytest.approx(four.grad_norm, rel=1e-12)
     assert (one.routed == four.routed).all()
     assert one.clip < 1
+
+
+def test_parameters_that_were_replaced_are_refused_before_an_update() -> None:
+    trial = Trial()
+    before = {name: tensor.clone() for name, tensor in trial.model.state_dict().items()}
+    trial.model.load_state_dict(trial.model.state_dict(), assign=True)
+    with pytest.raises(UsageError, match=r"are others, such as \S+ \(load_state_dict"):
+        trial.step(trial.batches(), step_totals(totals_of(trial.batches()), trial.groups, CPU), 1e-3)
+    assert_same(trial.model.state_dict(), before)
+
+
+def test_the_next_step_is_prepared_once_between_gradients_and_update() -> None:
+    trial, seen = Trial(), []
+    batches = trial.batches()
+    totals = step_totals(totals_of(batches), trial.groups, CPU)
+    before = weights(trial.model)
+
+    def meanwhile() -> None:
+        assert trial.buffer.reduced
+        assert_same(weights(trial.model), before)
+        seen.append(True)
+
+    trial.step(batches, totals, 1e-3, meanwhile=meanwhile)
+    assert seen == [True]
 
 
 @UNCHECKED
