@@ -125,6 +125,48 @@ def fsdp2_steps(
     Raises:
         BackendError: if transformers is missing or cannot express the model.
     """
+    model = _sharded_mixtral(config, implementation, device, dtype, world_size)
+    optim = config.optim
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=LEARNING_RATE,
+        betas=optim.betas,
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        fused=True,
+    )
+
+    def prepare(tokens: Tensor) -> Tensor:
+        inputs = tokens[:, :-1]
+        return (inputs.pin_memory() if device.type == "cuda" else inputs).to(device, non_blocking=True)
+
+    def step(given: Tensor, meanwhile: Callable[[], None]) -> float:
+        parts = given.split(config.train.micro_batch)
+        loss = torch.zeros((), device=device)
+        for part in parts:
+            output = model(input_ids=part, labels=part, use_cache=False)  # it shifts the labels
+            own = output.loss / len(parts)
+            own.backward()
+            loss += own.detach()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        meanwhile()
+        return float(loss)
+
+    return Steps(
+        prepare=prepare,
+        step=step,
+        windows=config.train.global_batch // world_size,
+        replica=rank,
+        choices={"experts": implementation, "optimiser": "torch.optim.AdamW(fused=True)"},
+    )
+
+
+def _sharded_mixtral(
+    config: RunConfig, implementation: str, device: torch.device, dtype: torch.dtype, world_size: int
+) -> Any:
+    """Hugging Face's model with random weights, one FSDP2 unit a layer, ready to train."""
     problems = mixtral_problems(config.model)
     if problems:
         raise BackendError(f"a Mixtral cannot express this model: {'; '.join(problems)}")
@@ -149,43 +191,7 @@ def fsdp2_steps(
                 local.fill_(1.0)
             else:
                 local.normal_(0, config.model.init_std)
-    model.train()
-    optim = config.optim
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=LEARNING_RATE,
-        betas=optim.betas,
-        eps=optim.eps,
-        weight_decay=optim.weight_decay,
-        fused=True,
-    )
-
-    def prepare(tokens: Tensor) -> Tensor:
-        inputs = tokens[:, :-1]
-        return (inputs.pin_memory() if device.type == "cuda" else inputs).to(device, non_blocking=True)
-
-    def step(given: Tensor, meanwhile: Callable[[], None]) -> float:
-        parts = given.split(config.train.micro_batch)
-        loss = torch.zeros((), device=device)
-        for part in parts:
-            own = model(input_ids=part, labels=part, use_cache=False).loss / len(
-                parts
-            )  # it shifts the labels
-            own.backward()
-            loss += own.detach()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        meanwhile()
-        return float(loss)
-
-    return Steps(
-        prepare=prepare,
-        step=step,
-        windows=config.train.global_batch // world_size,
-        replica=rank,
-        choices={"experts": implementation, "optimiser": "torch.optim.AdamW(fused=True)"},
-    )
+    return model.train()
 
 
 @dataclass(frozen=True, kw_only=True)
