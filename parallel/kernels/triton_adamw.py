@@ -22,11 +22,12 @@ from isozyme.parallel.kernels.adamw import Coefficients, Update
 class Tuning:
     """How the work is cut and cached; no number depends on it."""
 
-    block: int = 2048
-    """Elements of one program; a power of two, of 16 at least."""
+    block: int = 1024
+    """Elements of one program; a power of two, of 16 at least. Of 1,024 to 8,192 this was the fastest on an
+    H200: 4.13 TB/s, where a copy reached 4.16."""
     num_warps: int = 4
-    eviction: Literal["", "evict_first"] = "evict_first"
-    """What caches are told: every byte is touched once."""
+    eviction: Literal["", "evict_first"] = ""
+    """What caches are told; that every byte is touched once, `evict_first`, made it 2 % slower there."""
 
 
 @triton.jit

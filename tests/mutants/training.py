@@ -261,8 +261,8 @@ REDUCTION: tuple[Mutant, ...] = (
         row=2,
         says="the norm is that of this rank's shards",
         file="parallel/grad_norm.py",
-        old="float(buffer.groups.world.all_reduce(total))",
-        new="float(total)",
+        old="float(buffer.groups.world.all_reduce(squared_norm(buffer)))",
+        new="float(squared_norm(buffer))",
         subject="training, by definition",
     ),
     Mutant(
@@ -270,8 +270,8 @@ REDUCTION: tuple[Mutant, ...] = (
         row=2,
         says="shards that several ranks hold count several times in the norm",
         file="parallel/grad_norm.py",
-        old="1 / holders for",
-        new="1.0 for",
+        old="norms.square().sum() / holders",
+        new="norms.square().sum()",
         subject="training, by definition",
     ),
     Mutant(
@@ -279,8 +279,8 @@ REDUCTION: tuple[Mutant, ...] = (
         row=3,
         says="the norm is the mean over ranks",
         file="parallel/grad_norm.py",
-        old="value = math.sqrt(float(buffer.groups.world.all_reduce(total)))",
-        new="value = float(buffer.groups.world.all_reduce(total.sqrt())) / buffer.groups.world.size",
+        old="norm_of(buffer, float(buffer.groups.world.all_reduce(squared_norm(buffer))))",
+        new="float(buffer.groups.world.all_reduce(squared_norm(buffer).sqrt())) / buffer.groups.world.size",
         subject="training, by definition",
     ),
     Mutant(

@@ -1,0 +1,170 @@
+"""Which step is recorded, what a replay reads, and what is refused; a stand-in plays the part of CUDA graphs.
+
+The stand-in runs the recorded function again, on the inputs of the recording and into its results.
+`tests/gpu/test_recorded_step.py` has the real ones.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from isozyme.core.batch import StepTotals
+from isozyme.core.errors import UsageError
+from isozyme.launch import recorded
+from isozyme.launch.microbatches import Sums
+from isozyme.launch.recorded import EAGER_STEPS, Gradients, RecordedGradients
+from isozyme.parallel.grad_buffer import GradientBuffer
+from tests.launch.tiny import model_on, tiny
+from tests.models.common import random_batch
+
+
+pytestmark = pytest.mark.usefixtures("unchecked_annotations")
+
+
+class Graph:
+    """Remembers the calls that were made while it was open."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[tuple[Any, ...], Gradients]] = []
+        self.program: Program | None = None
+
+    def replay(self) -> None:
+        assert self.program is not None
+        for arguments, found in self.calls:
+            again = self.program.compute(*arguments)
+            found.numbers.copy_(again.numbers)
+
+
+class Program:
+    """What is recorded: sums that depend on every input."""
+
+    def __init__(self) -> None:
+        self.recording: Graph | None = None
+        self.eager = self.recorded = 0
+        self.error: Exception | None = None
+
+    def __call__(self, batches, divisors) -> Gradients:
+        if self.recording is None:
+            self.eager += 1
+            return self.compute(batches, divisors)
+        if self.error is not None:
+            raise self.error
+        self.recorded += 1
+        found = self.compute(batches, divisors)
+        self.recording.calls.append(((batches, divisors), found))
+        self.recording.program = self
+        return found
+
+    def compute(self, batches, divisors) -> Gradients:
+        total = sum(
+            batch.tokens.double().sum()
+            + 1e3 * batch.label_valid.double().sum()
+            + 1e6 * batch.labels.double().sum()
+            for batch in batches
+        )
+        numbers = torch.stack(
+            [total / d for d in (divisors.valid_labels, divisors.windows, divisors.real_tokens)] + [total]
+        )
+        return Gradients(sums=Sums(), numbers=numbers, counts=torch.zeros((2, 0, 0), dtype=torch.int64))
+
+
+class Stream:
+    def wait_stream(self, _other: object) -> None:
+        """There is no device to wait for."""
+
+
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch) -> Program:
+    made = Program()
+
+    @contextmanager
+    def graph(target: Graph, **_options: object):
+        made.recording = target
+        try:
+            yield
+        finally:
+            made.recording = None
+
+    for name, stand_in in {
+        "Stream": Stream,
+        "current_stream": Stream,
+        "stream": lambda _stream: nullcontext(),
+        "synchronize": lambda: None,
+        "CUDAGraph": Graph,
+        "graph": graph,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(recorded, "_problems", lambda _model: [])
+    return made
+
+
+def made_by(program: Program) -> RecordedGradients:
+    model, groups = model_on(tiny())
+    return RecordedGradients(program, model, GradientBuffer(model.parameters(), groups))
+
+
+def inputs(number: int, length: int = 16):
+    valid = torch.rand(2, length, generator=torch.Generator().manual_seed(number)) < 0.5
+    batches = [random_batch(2, length, seed=10 * number + part, label_valid=valid) for part in range(2)]
+    return batches, StepTotals(valid_labels=10 + number, windows=4, real_tokens=64 + number)
+
+
+def test_steps_after_the_first_replay_one_recording_on_their_own_inputs(program: Program) -> None:
+    gradients = made_by(program)
+    for number in range(EAGER_STEPS + 3):
+        batches, totals = inputs(number)
+        found = gradients(batches, totals).numbers.clone()
+        expected = program.compute(batches, recorded.Divisors.of(totals, torch.device("cpu"))).numbers
+        assert torch.equal(found, expected), number
+    assert (program.eager, program.recorded) == (EAGER_STEPS, 1)
+
+
+def test_other_shapes_are_recorded_anew_and_the_first_are_kept(program: Program) -> None:
+    gradients = made_by(program)
+    for number in range(3 * EAGER_STEPS):
+        for length in (16, 8):
+            batches, totals = inputs(number, length)
+            expected = program.compute(batches, recorded.Divisors.of(totals, torch.device("cpu"))).numbers
+            assert torch.equal(gradients(batches, totals).numbers, expected)
+    assert (program.eager, program.recorded) == (2 * EAGER_STEPS, 2)
+
+
+def test_inputs_are_copied_so_that_those_of_the_caller_stay_as_they_are(program: Program) -> None:
+    gradients = made_by(program)
+    first, totals = inputs(0)
+    before = [batch.tokens.clone() for batch in first]
+    for number in range(EAGER_STEPS + 2):
+        gradients(first if number <= EAGER_STEPS else inputs(5)[0], totals)
+    assert all(torch.equal(batch.tokens, kept) for batch, kept in zip(first, before, strict=True))
+
+
+def test_what_cannot_be_replayed_is_refused(program: Program) -> None:
+    gradients = made_by(program)
+    batches, totals = inputs(0)
+    with pytest.raises(UsageError, match="windows of one document each"):
+        gradients([replace(batch, packed=True) for batch in batches], totals)
+    with pytest.raises(UsageError, match=r"routing overrides need train.cuda_graph=false"):
+        gradients(batches, totals, [[]])
+
+
+def test_an_operation_that_cannot_be_captured_ends_the_run_with_its_reason(program: Program) -> None:
+    gradients = made_by(program)
+    batches, totals = inputs(0)
+    for _ in range(EAGER_STEPS):
+        gradients(batches, totals)
+    program.error = RuntimeError("operation not permitted when stream is capturing\nmore")
+    with pytest.raises(
+        UsageError, match=r"waits for the device .*; operation not permitted .* capturing\. Set"
+    ):
+        gradients(batches, totals)
+
+
+def test_a_model_on_a_cpu_cannot_be_recorded() -> None:
+    model, groups = model_on(tiny())
+    with pytest.raises(UsageError, match=r"its weights must be on CUDA"):
+        RecordedGradients(Program(), model, GradientBuffer(model.parameters(), groups))
