@@ -22,7 +22,6 @@ from isozyme.parallel.grad_buffer import GradientBuffer
 from tests.launch.tiny import model_on, tiny
 from tests.models.common import random_batch
 
-
 pytestmark = pytest.mark.usefixtures("unchecked_annotations")
 
 
