@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -12,22 +10,11 @@ from isozyme.moe.host_copy import HostCopy
 from isozyme.moe.types import Arrival
 
 
-def host_counts_start(arrival: Arrival, counts: Int[Tensor, "E_local"]) -> Callable[[], tuple[int, ...]]:
-    """Start to bring the rows of each expert to the host; the function that is returned waits for them.
-
-    They are what the dispatcher knew, without a wait, or else `counts` from the row map. What is queued
-    between the two gives the device work while the host waits and then queues more.
-    """
-    known = arrival.host_counts
-    if known is not None:
-        return lambda: known
-    copy = HostCopy(counts)
-    return lambda: tuple(copy.wait().tolist())
-
-
 def host_counts(arrival: Arrival, counts: Int[Tensor, "E_local"]) -> tuple[int, ...]:
-    """Rows of each expert, on the host: `host_counts_start`, and at once the wait."""
-    return host_counts_start(arrival, counts)()
+    """Rows of each expert, on the host: what the dispatcher knew, or `counts` from the row map (one wait)."""
+    if arrival.host_counts is not None:
+        return arrival.host_counts
+    return tuple(HostCopy(counts).wait().tolist())
 
 
 def no_rows(

@@ -6,17 +6,16 @@ so that neither padding nor a dropped slot can leave a trace.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from isozyme.core.config import Precision
 from isozyme.core.topology import Layout, Topology
 from isozyme.moe.experts.experts import Experts
 from isozyme.moe.experts.registry import BACKENDS, ExpertSetting
-from isozyme.moe.experts.te_linear import EmptyGroupedLinear, Quantized
 from isozyme.moe.types import Arrival
 from isozyme.parallel.grad_buffer import GradientBuffer
 from isozyme.parallel.process_groups import ProcessGroups, SingleWorld
@@ -268,26 +267,3 @@ def test_quantised_weights_kept_over_micro_batches_change_no_bit(precision: Prec
     )
     for one, other in zip(anew, kept, strict=True):
         assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("precision", ["fp8_current", "fp8_block", "mxfp8"])
-def test_weights_quantised_while_the_host_waits_change_no_bit(
-    precision: Precision, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    unmet = refusal("te", precision)
-    if unmet is not None:
-        pytest.skip(unmet)
-    found: list[bool] = []
-    quantized = EmptyGroupedLinear.quantized
-
-    def noted(self: EmptyGroupedLinear, parameters: Sequence[nn.Parameter]) -> Quantized | None:
-        made = quantized(self, parameters)
-        found.append(made is not None)
-        return made
-
-    monkeypatch.setattr(EmptyGroupedLinear, "quantized", noted)
-    experts = build("te", precision, torch.bfloat16)
-    first, *later = (run(experts, draw(1000, torch.bfloat16)) for _ in range(3))
-    assert found == [False, False, True, True, True, True]  # the first call makes the quantisers
-    for each in later:
-        assert all(torch.equal(one, other) for one, other in zip(first, each, strict=True))

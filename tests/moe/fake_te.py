@@ -29,11 +29,6 @@ class Quantizer:
         self.calls += 1
         return (weight.detach() * 16).round() / 16
 
-    quantize = __call__
-
-    def set_usage(self, **_: bool) -> None:
-        """Which copies are wanted: there is one here."""
-
 
 class GroupedLinear(nn.Module):
     """See the module's docstring."""
@@ -55,21 +50,18 @@ class GroupedLinear(nn.Module):
         assert not bias
         self.num_gemms, self.delay, self.calls = num_gemms, delay_wgrad_compute, calls
         self.fuse_wgrad_accumulation = False
-        self.quantizer, self.called = quantizer, False
+        self.quantizer = quantizer
         self._fp8_workspaces: dict[str, Tensor] = {}
         self.store: deque[Any] = deque()
         for index in range(num_gemms):
             weight = torch.empty(out_features, in_features, dtype=params_dtype, device=device)
             self.register_parameter(f"weight{index}", nn.Parameter(weight))
 
-    def _get_weight_quantizers(self) -> list[Quantizer | None]:
-        return [self.quantizer if self.called else None] * self.num_gemms
-
     def weights(self) -> list[Tensor]:
         return [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
 
     def forward(self, x: Tensor, m_splits: list[int], is_first_microbatch: bool | None = None) -> Tensor:
-        weights, self.called = self.weights(), True
+        weights = self.weights()
         rounded = []
         for index, weight in enumerate(weights):
             kept = None if is_first_microbatch is None else self._fp8_workspaces.get(f"weight{index}")

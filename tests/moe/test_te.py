@@ -15,12 +15,11 @@ from torch import Tensor
 from isozyme.core.topology import Layout, Topology
 from isozyme.moe.experts.experts import Experts
 from isozyme.moe.experts.te import row_unit
-from isozyme.moe.host_copy import HostCopy
 from isozyme.moe.types import Arrival
 from isozyme.parallel.grad_buffer import GradientBuffer
 from isozyme.parallel.process_groups import ProcessGroups, SingleWorld
 from isozyme.parallel.recompute import recompute
-from tests.moe.fake_te import GroupedLinear, Quantizer, install
+from tests.moe.fake_te import Quantizer, install
 
 EXPERTS, HIDDEN, FFN = 3, 16, 32
 
@@ -143,45 +142,6 @@ def test_a_rank_without_rows_owes_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     run(experts, 1, kept=False)
     assert all((grad == 0).all() for grad in gradients(experts))
     assert not calls
-
-
-def test_weights_are_quantised_while_the_host_waits_for_the_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    quantizer, _ = install(monkeypatch)
-    at_wait: list[int] = []
-
-    def waits(copy: HostCopy) -> Tensor:
-        at_wait.append(quantizer.calls)
-        return wait(copy)
-
-    wait = HostCopy.wait
-    monkeypatch.setattr(HostCopy, "wait", waits)
-    training = Training(quantizer)
-    results = [training.step(number, hidden_update=True) for number in range(2)]
-    both = 2 * EXPERTS
-    assert at_wait == [0, 2 * both, 3 * both, 4 * both]  # the first pass makes the quantisers
-    assert quantizer.calls == 4 * both
-    monkeypatch.setattr(GroupedLinear, "_get_weight_quantizers", lambda self: [None] * self.num_gemms)
-    plain = Training(quantizer)
-    for number, early in enumerate(results):
-        late = plain.step(number, hidden_update=True)
-        assert all(torch.equal(one, other) for one, other in zip(early, late, strict=True))
-
-
-def test_weights_quantised_for_a_pass_without_rows_are_not_taken_by_a_later_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    install(monkeypatch)
-    experts = build()
-    run(experts, 1)
-    run(experts, 1, kept=False)
-    with torch.no_grad():
-        for parameter in experts.parameters():
-            parameter.data.mul_(-1)
-    counts = tuple(torch.bincount(arrival(1).expert_ids[:, 0], minlength=EXPERTS).tolist())
-    known = replace(arrival(1), host_counts=counts)
-    fresh = build()
-    fresh.load_state_dict(experts.state_dict())
-    assert torch.equal(experts.on_arrival(known), fresh.on_arrival(arrival(1)))
 
 
 def test_wider_padding_of_large_experts_changes_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
