@@ -211,7 +211,9 @@ class Timed:
 def time_steps(steps: Steps, config: RunConfig, device: torch.device, *, warm_up: int, repeats: int) -> Timed:
     """Run and time steps over fresh random tokens, which differ from replica to replica.
 
-    As in training, the tokens of a step are brought to the device during the step before.
+    As in training, steps follow each other without a pause, and the tokens of a step are brought to the
+    device during the step before. A step is timed from when the loss of the one before is known to when its
+    own is.
     """
     draw = torch.Generator().manual_seed(1000 + steps.replica)
     shape = (steps.windows, config.data.window + 1)
@@ -222,14 +224,14 @@ def time_steps(steps: Steps, config: RunConfig, device: torch.device, *, warm_up
 
     prepare()
     losses, times = [], []
+    synchronize(device)
+    began = time.perf_counter()
     for number in range(warm_up + repeats):
-        synchronize(device)
-        began = time.perf_counter()
         losses.append(steps.step(ahead[0], prepare))
         ahead.popleft()
-        synchronize(device)
+        began, before = time.perf_counter(), began
         if number >= warm_up:
-            times.append(1000 * (time.perf_counter() - began))
+            times.append(1000 * (began - before))
     return Timed(milliseconds=times, first_loss=losses[0], last_loss=losses[-1])
 
 

@@ -176,6 +176,7 @@ class TrainStep:
             meanwhile()
         sums = found.sums
         *loss, squared = found.numbers.tolist()
+        routed, dropped = found.counts.cpu().unbind(0)  # now: later it would wait for the update
         self._check_loss(loss, sums)
         norm = norm_of(self.buffer, squared)
         if on_gradients is None and isinstance(self.optimizer, Optimizer):
@@ -191,7 +192,6 @@ class TrainStep:
             update_expert_biases(self._biased, own, self.groups, rate=self.expert_bias_rate)
         if self._lagged:
             update_lagged_counts(self._lagged, sums.counts()[0].unbind(0), self.groups)
-        routed, dropped = found.counts.cpu().unbind(0)
         return StepResult(
             totals=totals,
             loss=loss[0] / totals.valid_labels,
