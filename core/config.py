@@ -23,7 +23,15 @@ from isozyme.core.training import OptimConfig as OptimConfig
 from isozyme.core.training import TrainConfig as TrainConfig
 
 Precision = Literal[
-    "fp64", "fp32", "bf16", "fp8_current", "fp8_block", "fp8_delayed", "mxfp8", "mxfp8_emulated"
+    "fp64",
+    "fp32",
+    "bf16",
+    "fp8_rowwise",
+    "fp8_current",
+    "fp8_block",
+    "fp8_delayed",
+    "mxfp8",
+    "mxfp8_emulated",
 ]
 Recompute = Literal["none", "selective", "full"]
 NormImplementation = Literal["auto", "te", "apex", "torch"]

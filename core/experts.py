@@ -8,7 +8,15 @@ from typing import Literal
 from isozyme.core.errors import Rules, divisors
 
 ExpertBackend = Literal[
-    "auto", "loop", "grouped_mm", "grouped_mm_fused", "te", "te_fused", "te_ops", "mxfp8_emulated"
+    "auto",
+    "loop",
+    "grouped_mm",
+    "grouped_mm_fused",
+    "grouped_fp8",
+    "te",
+    "te_fused",
+    "te_ops",
+    "mxfp8_emulated",
 ]
 
 

@@ -39,13 +39,13 @@ def recording_problems(config: RunConfig) -> list[str]:
         "model.moe.equal_tokens=true, or model.moe.pad_to_capacity=true.",
     )
     rules.check(
-        moe.experts in ("auto", "grouped_mm_fused"),
+        moe.experts in ("auto", "grouped_mm_fused", "grouped_fp8"),
         f"the experts' backend must not read row counts on the host: model.moe.experts={moe.experts}. Set "
-        "model.moe.experts=grouped_mm_fused.",
+        "model.moe.experts=grouped_mm_fused (or grouped_fp8, with precision=fp8_rowwise).",
     )
     rules.check(
-        config.precision in ("fp64", "fp32", "bf16"),
-        f"8-bit experts read row counts on the host: precision={config.precision}. Use precision=bf16, or "
-        "train.cuda_graph=false.",
+        config.precision in ("fp64", "fp32", "bf16", "fp8_rowwise"),
+        f"experts in this precision read row counts on the host: precision={config.precision}. Use "
+        "precision=bf16 or fp8_rowwise, or train.cuda_graph=false.",
     )
     return rules.broken

@@ -22,6 +22,7 @@ BOUNDS: Mapping[Precision, float] = MappingProxyType(
         "fp64": 1e-10,
         "fp32": 1e-4,
         "bf16": 2e-2,
+        "fp8_rowwise": 0.2,
         "fp8_current": 0.2,
         "fp8_block": 0.2,
         "fp8_delayed": 0.2,

@@ -61,7 +61,7 @@ def our_contenders(backends: Sequence[str], precisions: Sequence[str]) -> list[C
 
     Args:
         backends: `te@fp8_current` is one backend in one precision; `te` alone is taken in each of
-            `precisions`.
+            `precisions`, and a backend that has one precision of its own (`grouped_fp8`) in that.
         precisions: names of `isozyme.core.config.Precision`.
 
     Raises:
@@ -73,7 +73,7 @@ def our_contenders(backends: Sequence[str], precisions: Sequence[str]) -> list[C
         name, at, precision = text.partition("@")
         if name not in known:
             raise ConfigError(f"unknown expert backend: --backends={text}. {did_you_mean(name, known)}")
-        for each in [precision] if at else precisions:
+        for each in [precision] if at else precisions_of(name, precisions):
             if each not in TRAITS:
                 raise ConfigError(f"unknown precision: {each}. {did_you_mean(each, TRAITS)}")
             contender = our_contender(name, each)
@@ -82,12 +82,18 @@ def our_contenders(backends: Sequence[str], precisions: Sequence[str]) -> list[C
     return found
 
 
+def precisions_of(backend: str, precisions: Sequence[str]) -> Sequence[str]:
+    """The one precision that a backend of this name has, or else those given."""
+    only = next((each.only_precision for each in BACKENDS if each.name == backend), None)
+    return precisions if only is None else [only]
+
+
 def default_backends(device: torch.device) -> list[str]:
     """What is measured if nothing is named: every backend that fits the device, with its precisions."""
     if device.type == "cuda":
         plain = ["loop", "grouped_mm", "grouped_mm_fused", "te", "te_ops"]
-        return [*plain, "te@fp8_current", "te@fp8_block", "te_fused@mxfp8"]
-    return ["loop", "grouped_mm", "grouped_mm_fused", "mxfp8_emulated@mxfp8_emulated"]
+        return [*plain, "grouped_fp8", "te@fp8_current", "te@fp8_block", "te_fused@mxfp8"]
+    return ["loop", "grouped_mm", "grouped_mm_fused", "grouped_fp8", "mxfp8_emulated"]
 
 
 def default_precision(device: torch.device) -> Precision:

@@ -130,7 +130,8 @@ def chained(precision: Precision, low_precision: str | None) -> list[Contender]:
 
     Args:
         precision: of the plain rungs.
-        low_precision: that of the last rung, by Transformer Engine; None leaves it out.
+        low_precision: that of the last rung, by Transformer Engine (row-wise FP8: by `grouped_fp8`); None
+            leaves it out.
     """
     loop = Composition()
     grouped = replace(loop, grouped_gemm=True)
@@ -147,8 +148,9 @@ def chained(precision: Precision, low_precision: str | None) -> list[Contender]:
         rung("+ one-pass router", router, precision),
     ]
     if low_precision is not None:
-        te = Composition(backend="te", fused_router=True)
-        rungs.append(rung(f"{low_precision} by te", te, low_precision))  # type: ignore[arg-type]
+        backend = "grouped_fp8" if low_precision == "fp8_rowwise" else "te"
+        low = Composition(backend=backend, fused_router=True)
+        rungs.append(rung(f"{low_precision} by {backend}", low, low_precision))  # type: ignore[arg-type]
     return rungs
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from isozyme.core.errors import ConfigError, did_you_mean
 from isozyme.core.topology import Topology
+from isozyme.launch.bench_contenders import precisions_of
 from isozyme.launch.bench_rank import PEERS, Order
 from isozyme.launch.bench_workload import Workload
 from isozyme.launch.environment import RankEnvironment
@@ -54,8 +55,8 @@ def train_contenders(
     """The contenders that the command line names.
 
     Args:
-        backends: `te` is one backend in each of `precisions`, `te@fp8_current` in one, and
-            `auto+optim.sharded=true+optim.overlap_reduce=true` one with settings of its own.
+        backends: `te` is one backend in each of `precisions`, `te@fp8_current` in one, `grouped_fp8` in its
+            own, and `auto+optim.sharded=true+optim.overlap_reduce=true` one with settings of its own.
         precisions: for backends without one.
         peers: names of `PEERS`.
 
@@ -71,7 +72,7 @@ def train_contenders(
             raise ConfigError(f"unknown expert backend: --backends={text}. {did_you_mean(name, known)}")
         found += [
             TrainContender(name=name, precision=p, settings=tuple(settings))
-            for p in ([precision] if at else precisions)
+            for p in ([precision] if at else precisions_of(name, precisions))
         ]
     for name in peers:
         if name not in PEERS:

@@ -18,7 +18,7 @@ import torch
 from isozyme.core import accelerators, transformer_engine
 from isozyme.core.config import RunConfig
 from isozyme.core.errors import BackendError, ConfigError, Rules
-from isozyme.core.precision import TRAITS, precision_problems
+from isozyme.core.precision import NEEDS_TRANSFORMER_ENGINE, TRAITS, precision_problems
 from isozyme.models.attention import attention_facts
 from isozyme.models.norm import choose_norm
 from isozyme.moe.experts.registry import ExpertSetting, choose_backend
@@ -158,9 +158,11 @@ def _ranks(config: RunConfig) -> int:
 def _precision_problems(config: RunConfig, machine: Machine, device: str) -> list[str]:
     """Why the device cannot compute in the configured precision, or what package that needs."""
     precision = config.precision
-    if not TRAITS[precision].quantized or precision == "mxfp8_emulated":
-        return []
-    if device == "cpu":
+    on_cuda = device != "cpu"
+    if precision not in NEEDS_TRANSFORMER_ENGINE:
+        capability = machine.capability() if on_cuda and machine.cuda_devices else None
+        return [f"{each}. Use precision=bf16." for each in precision_problems(precision, capability)]
+    if not on_cuda:
         instead = "bf16, fp32 or mxfp8_emulated" if precision == "mxfp8" else "bf16 or fp32"
         return [
             f"no CPU computes in {precision}: precision={precision}, device=cpu"

@@ -1,8 +1,9 @@
 """A mixture-of-experts layer in CUDA graphs: forward and backward replayed without the host.
 
 Possible because nothing between router and combine waits for the host where one rank holds all experts and
-the backend is `grouped_mm_fused`: the shapes do not depend on the routing, and where an expert's rows begin
-stays on the device. So any later routing may be replayed, empty and overfull experts included.
+the backend is `grouped_mm_fused` or `grouped_fp8`: the shapes do not depend on the routing, and where an
+expert's rows begin stays on the device. So any later routing may be replayed, empty and overfull experts
+included.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from isozyme.core.errors import UsageError
 from isozyme.moe.layer import MoELayer
 
-GRAPHED_BACKENDS = ("grouped_mm_fused",)
+GRAPHED_BACKENDS = ("grouped_mm_fused", "grouped_fp8")
 """Backends that never wait for the host; the others read the experts' row counts there."""
 
 Graphed = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]

@@ -80,12 +80,12 @@ class _FusedExperts(torch.autograd.Function):
         )
         d_gate_up = d_down = None
         if delayed is None:
-            d_down = _down_gradient(d_result, middle, ends)
+            d_down = down_gradient(d_result, middle, ends)
             del d_result, middle, d_middle
-            d_gate_up = _gate_up_gradient(d_hidden, x, slot_row, ends)
+            d_gate_up = gate_up_gradient(d_hidden, x, slot_row, ends)
         else:
-            delayed.leave(1, partial(_down_gradient, d_result, middle, ends))
-            delayed.leave(0, partial(_gate_up_gradient, d_hidden, x, slot_row, ends))
+            delayed.leave(1, partial(down_gradient, d_result, middle, ends))
+            delayed.leave(0, partial(gate_up_gradient, d_hidden, x, slot_row, ends))
             del d_result, middle, d_middle
         d_rows = F.grouped_mm(d_hidden, gate_up, offs=ends)
         gather = direct(gather_rows_and_probs_op, run_gather_rows_and_probs)
@@ -98,11 +98,20 @@ def most_rows(slot_row: Int[Tensor, "N K"], ends: Int[Tensor, "E_local"]) -> int
     return slot_row.shape[0] * min(slot_row.shape[1], ends.numel())
 
 
-def _down_gradient(d_result: Tensor, middle: Tensor, ends: Tensor) -> Tensor:
+def down_gradient(
+    d_result: Float[Tensor, "R H"], middle: Float[Tensor, "R F"], ends: Int[Tensor, "E_local"]
+) -> Float[Tensor, "E_local H F"]:
+    """The gradient of the down stack, from its product's upstream gradient and input by row."""
     return F.grouped_mm(d_result.mT, middle, offs=ends)
 
 
-def _gate_up_gradient(d_hidden: Tensor, x: Tensor, slot_row: Tensor, ends: Tensor) -> Tensor:
+def gate_up_gradient(
+    d_hidden: Float[Tensor, "R F2"],
+    x: Float[Tensor, "N H"],
+    slot_row: Int[Tensor, "N K"],
+    ends: Int[Tensor, "E_local"],
+) -> Float[Tensor, "E_local F2 H"]:
+    """The gradient of the gate-up stack; the rows of its product's input are permuted for it again."""
     rows = direct(scatter_rows, run_scatter_rows)(x, slot_row, most_rows(slot_row, ends))
     return F.grouped_mm(d_hidden.mT, rows, offs=ends)
 

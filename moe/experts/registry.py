@@ -8,88 +8,28 @@ this kind of GPU, else the first of the table that can run; and it says why, and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 
-from isozyme.core.config import Precision
 from isozyme.core.errors import BackendError, did_you_mean
-from isozyme.core.precision import TRAITS
+from isozyme.core.precision import precision_problems
+from isozyme.moe.experts.backend import Backend as Backend
+from isozyme.moe.experts.backend import ExpertSetting as ExpertSetting
 from isozyme.moe.experts.fused_mlp_conditions import INTERLEAVE, fused_mlp_facts, fused_mlp_problems
+from isozyme.moe.experts.grouped_fp8 import (
+    CachingFP8Experts,
+    grouped_fp8_experts,
+    grouped_fp8_problems,
+)
 from isozyme.moe.experts.grouped_mm import grouped_mm_experts, grouped_mm_problems
 from isozyme.moe.experts.grouped_mm_fused import grouped_mm_fused_experts, grouped_mm_fused_problems
 from isozyme.moe.experts.loop import loop_experts
 from isozyme.moe.experts.measured import MeasuredTable, Measurement, Shape, measured_on
 from isozyme.moe.experts.mxfp8_emulated import mxfp8_emulated_experts, mxfp8_emulated_problems
-from isozyme.moe.experts.storage import ExpertWeights
 from isozyme.moe.experts.te import TEExperts, te_problems
 from isozyme.moe.experts.te_fused import TEFusedExperts
-from isozyme.moe.types import ArrivalFunction, ExpertFunction
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertSetting:
-    """What a backend must know to say whether it can run: one rank's experts, and where they are."""
-
-    device: torch.device
-    dtype: torch.dtype
-    """Type of rows and weights."""
-    num_local_experts: int
-    hidden: int
-    ffn: int
-    """This rank's share of F."""
-    precision: Precision | None = None
-    """The precision of the GEMMs; that of `dtype` if None."""
-    recompute: bool = False
-    """Whether the activation is made a second time in backward, by backends that would keep it."""
-    delay_wgrad: bool = False
-    """Whether the function is called with `delayed=…` too, and leaves its weights' gradients there."""
-    cache_quantized: bool = False
-    """Whether quantised weights are kept over the micro-batches of a step."""
-
-    @property
-    def gemm_precision(self) -> Precision:
-        """The precision of the GEMMs, by name."""
-        if self.precision is not None:
-            return self.precision
-        by_dtype: dict[torch.dtype, Precision] = {torch.float64: "fp64", torch.bfloat16: "bf16"}
-        return by_dtype.get(self.dtype, "fp32")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Backend:
-    """One way to compute experts."""
-
-    name: str
-    problems: Callable[[ExpertSetting], list[str]]
-    """Every unmet condition in words; empty if the backend runs."""
-    build: Callable[[ExpertSetting, ExpertWeights], ExpertFunction | ArrivalFunction]
-    """Make the function for one layer. It may keep buffers of its own, and modules that share the weights."""
-    groups_rows: bool = False
-    """Whether the function is an `ArrivalFunction`, which groups the rows itself."""
-    suits: Callable[[ExpertSetting], bool] = lambda _setting: True
-    """Whether `auto` considers it at all for such experts; a backend asked for by name need not suit."""
-    cannot_delay: str | None = "it computes all gradients at once"
-    """Why it cannot leave its weights' gradients for later; None if it can."""
-    quantizes_weights: bool = False
-    """Whether it can keep quantised weights over micro-batches, in a precision that quantises."""
-
-    def unmet(self, setting: ExpertSetting) -> list[str]:
-        """Every unmet condition, those of the setting's options included."""
-        found = self.problems(setting)
-        if setting.delay_wgrad and self.cannot_delay is not None:
-            found = [*found, f"{self.cannot_delay}: set model.moe.delay_wgrad=false"]
-        if setting.cache_quantized and not (
-            self.quantizes_weights and TRAITS[setting.gemm_precision].quantized
-        ):
-            found = [
-                *found,
-                f"in {setting.gemm_precision} it keeps no quantised weights: set "
-                "model.moe.cache_quantized_weights=false",
-            ]
-        return found
 
 
 def _plain_precision(setting: ExpertSetting) -> list[str]:
@@ -138,6 +78,21 @@ def _mxfp8_emulated_problems(setting: ExpertSetting) -> list[str]:
     return found
 
 
+def _grouped_fp8_problems(setting: ExpertSetting) -> list[str]:
+    on_cuda = setting.device.type == "cuda" and torch.cuda.is_available()
+    capability = torch.cuda.get_device_capability(setting.device) if on_cuda else None
+    found = [
+        *grouped_fp8_problems(setting.device, setting.dtype, setting.hidden, setting.ffn),
+        *grouped_mm_fused_problems(setting.device, setting.num_local_experts),
+        *precision_problems("fp8_rowwise", capability),
+    ]
+    if setting.precision != "fp8_rowwise":
+        found.append(
+            f"it multiplies 8-bit rows: precision={setting.gemm_precision}. Set precision=fp8_rowwise"
+        )
+    return found
+
+
 def _on_cuda(setting: ExpertSetting) -> bool:
     return setting.device.type == "cuda"
 
@@ -149,6 +104,18 @@ GROUPED_MM_FUSED = Backend(
     build=lambda _setting, _weights: grouped_mm_fused_experts,
     groups_rows=True,
     cannot_delay=None,
+)
+GROUPED_FP8 = Backend(
+    name="grouped_fp8",
+    suits=lambda setting: setting.precision == "fp8_rowwise",
+    problems=_grouped_fp8_problems,
+    build=lambda setting, weights: (
+        CachingFP8Experts(weights) if setting.cache_quantized else grouped_fp8_experts
+    ),
+    groups_rows=True,
+    cannot_delay=None,
+    quantizes_weights=True,
+    only_precision="fp8_rowwise",
 )
 GROUPED_MM = Backend(
     name="grouped_mm",
@@ -198,9 +165,19 @@ MXFP8_EMULATED = Backend(
     problems=_mxfp8_emulated_problems,
     build=lambda setting, _weights: partial(mxfp8_emulated_experts, recompute=setting.recompute),
     cannot_delay="its emulated product computes both gradients at once",
+    only_precision="mxfp8_emulated",
 )
 
-BACKENDS: tuple[Backend, ...] = (TE_FUSED, GROUPED_MM_FUSED, TE, GROUPED_MM, LOOP, MXFP8_EMULATED, TE_OPS)
+BACKENDS: tuple[Backend, ...] = (
+    TE_FUSED,
+    GROUPED_MM_FUSED,
+    GROUPED_FP8,
+    TE,
+    GROUPED_MM,
+    LOOP,
+    MXFP8_EMULATED,
+    TE_OPS,
+)
 """All backends, in the order in which `auto` tries them where nothing was measured."""
 
 

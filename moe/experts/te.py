@@ -22,13 +22,14 @@ from isozyme.core.errors import BackendError
 from isozyme.core.precision import TRAITS, precision_problems
 from isozyme.moe.experts.arrived import host_counts, no_rows
 from isozyme.moe.experts.delayed import DelayedGradients, Later, reach
+from isozyme.moe.experts.step_of_weights import StepOfWeights
 from isozyme.moe.experts.storage import ExpertWeights, members
 from isozyme.moe.experts.te_main_grad import claim_in_backward
 from isozyme.moe.kernels.row_map import row_map
 from isozyme.moe.kernels.rows import gather_rows, scatter_rows_and_probs
 from isozyme.moe.kernels.swiglu import swiglu_prob
 from isozyme.moe.types import Arrival
-from isozyme.parallel.main_grad import OpenStep, written_wide
+from isozyme.parallel.main_grad import written_wide
 
 
 def te_problems(
@@ -53,6 +54,10 @@ def te_problems(
         found.append(f"it multiplies bf16, fp16 and fp32, not {str(dtype).removeprefix('torch.')}")
     if precision == "mxfp8_emulated":
         found.append("precision=mxfp8_emulated is plain PyTorch: use experts=mxfp8_emulated")
+    if precision == "fp8_rowwise":
+        found.append(
+            "precision=fp8_rowwise has one scale a row, which it has no recipe for: use experts=grouped_fp8"
+        )
     on_cuda = device.type == "cuda" and torch.cuda.is_available()
     capability = torch.cuda.get_device_capability(device) if on_cuda else None
     found += precision_problems(precision, capability)
@@ -95,7 +100,7 @@ class TEExperts:
         weights: the storage, for its parameters' `main_grad`.
         precision: precision of the GEMMs: fp32, bf16, fp8_current, fp8_block, fp8_delayed or mxfp8.
         delay_wgrad: take `delayed`, and compute the weights' gradients when it says so.
-        cache_quantized: quantise the weights once a step, not once a micro-batch; see `_StepOfWeights`.
+        cache_quantized: quantise the weights once a step, not once a micro-batch; see `StepOfWeights`.
 
     Raises:
         BackendError: if Transformer Engine cannot be used here.
@@ -189,7 +194,7 @@ class _EmptyGroupedLinear:
                 "experts=te: this version of Transformer Engine keeps quantised weights elsewhere than "
                 "2.20.2 does. Set model.moe.cache_quantized_weights=false."
             )
-        self._delay, self._cached = delay, _StepOfWeights() if cache else None
+        self._delay, self._cached = delay, StepOfWeights() if cache else None
         self._leaves: tuple[nn.Parameter, ...] = ()
         self._targets: tuple[Tensor | None, ...] = ()
         for index in range(count):
@@ -257,27 +262,6 @@ class _EmptyGroupedLinear:
                 if target is not None:
                     leaf.main_grad = target.view(leaf.shape)  # type: ignore[attr-defined]
         return self._leaves
-
-
-class _StepOfWeights:
-    """Whether weights are those of the last call: within one open step of their gradient buffer, unwritten.
-
-    Two signs, since a kept copy of weights that have changed is a silent fault: the step, which the buffer
-    opens and closes around all updates (however they write), and the weights' version, which every in-place
-    change by torch raises (loading, for instance).
-    """
-
-    def __init__(self) -> None:
-        self._known: tuple[int, int, int] | None = None
-
-    def same(self, weights: Sequence[Tensor]) -> bool | None:
-        """None where no step is open: then nothing may be kept."""
-        step: OpenStep | None = getattr(weights[0], "open_step", None)
-        if step is None or step.number is None:
-            self._known = None
-            return None
-        before, self._known = self._known, (step.number, weights[0]._version, weights[0].data_ptr())
-        return before == self._known
 
 
 def _matrix(weight: Tensor) -> Tensor:

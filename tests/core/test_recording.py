@@ -22,6 +22,7 @@ def with_moe(config: RunConfig, moe: MoEConfig) -> RunConfig:
     [
         RECORDED,
         replace(RECORDED, layout=Layout(dp=4, tp=2)),
+        with_moe(replace(RECORDED, precision="fp8_rowwise"), MoEConfig(experts="grouped_fp8")),
         replace(with_moe(RECORDED, GATHERED), layout=Layout(dp=2, ep=2)),
         replace(
             with_moe(RECORDED, MoEConfig(capacity_factor=1.0, pad_to_capacity=True)),

@@ -25,6 +25,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sigmoid with bias": ({"score": "sigmoid", "expert_bias_rate": 0.001}, {}),
     "capacity and a shared expert": ({}, {"capacity_factor": 0.75, "shared_ffn": 64}),
     "delayed weight gradients": ({}, {"delay_wgrad": True}),
+    "row-wise FP8": ({}, {"experts": "grouped_fp8"}),
+    "row-wise FP8, delayed": ({"aux_loss": 0.01}, {"experts": "grouped_fp8", "delay_wgrad": True}),
 }
 """Settings of the router and of the layer."""
 
@@ -33,9 +35,11 @@ def layer(router: dict[str, Any] | None = None, **moe: Any) -> MoELayer:
     config = MoEConfig(
         router=RouterConfig(num_experts=EXPERTS, topk=2, **(router or {})),
         ffn=FFN,
-        experts="grouped_mm_fused",
-        **moe,
+        **{"experts": "grouped_mm_fused", **moe},
     )
+    in_8_bits = config.experts == "grouped_fp8"
+    if in_8_bits and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("torch's scaled grouped product is built for Hopper")
     return MoELayer(
         config,
         name="m",
@@ -46,6 +50,7 @@ def layer(router: dict[str, Any] | None = None, **moe: Any) -> MoELayer:
         output_std=0.3,
         device="cuda",
         dtype=torch.bfloat16,
+        precision="fp8_rowwise" if in_8_bits else None,
     )
 
 
@@ -117,8 +122,9 @@ def test_replays_with_other_routings_give_the_bits_of_eager_execution(
     assert any(load.count(0) == EXPERTS - 2 and sum(load) > 0 for load in loads)
 
 
-def test_the_layer_never_waits_for_the_host() -> None:
-    module = layer()
+@pytest.mark.parametrize("experts", ["grouped_mm_fused", "grouped_fp8"])
+def test_the_layer_never_waits_for_the_host(experts: str) -> None:
+    module = layer(experts=experts)
     _, tokens, valid = next(batches())
     step(eager(module), module, tokens, valid)  # compiles
     with waiting_is_an_error():

@@ -26,6 +26,7 @@ HIDDEN, FFN, EXPERTS = 256, 384, 8
 CASES: list[tuple[str, Precision, float]] = [
     ("grouped_mm", "bf16", 0.01),
     ("grouped_mm_fused", "bf16", 0.01),
+    ("grouped_fp8", "fp8_rowwise", 0.12),
     ("te", "bf16", 0.01),
     ("te", "fp8_current", 0.12),
     ("te", "fp8_delayed", 0.12),
@@ -134,9 +135,15 @@ def test_backend_equals_the_loop(backend: str, precision: Precision, bound: floa
         assert torch.equal(stack[2], torch.zeros_like(stack[2])), "the empty expert has a gradient"
 
 
-def test_bits_do_not_depend_on_what_rows_hold_that_nobody_fills() -> None:
+@pytest.mark.parametrize(
+    ("backend", "precision"), [("grouped_mm_fused", "bf16"), ("grouped_fp8", "fp8_rowwise")]
+)
+def test_bits_do_not_depend_on_what_rows_hold_that_nobody_fills(backend: str, precision: Precision) -> None:
     """The fused experts allocate a row for each slot; half of them stay as they were: NaN, or anything."""
-    experts = build("grouped_mm_fused", "bf16", torch.bfloat16)
+    unmet = refusal(backend, precision)
+    if unmet is not None:
+        pytest.skip(unmet)
+    experts = build(backend, precision, torch.bfloat16)
     poisoned = run(experts, draw(1000, torch.bfloat16, keep=0.5))
     torch.use_deterministic_algorithms(False)
     for one, other in zip(poisoned, run(experts, draw(1000, torch.bfloat16, keep=0.5)), strict=True):
@@ -237,6 +244,7 @@ def trained(experts: Experts) -> list[Tensor]:
         ("loop", "bf16"),
         ("grouped_mm", "bf16"),
         ("grouped_mm_fused", "bf16"),
+        ("grouped_fp8", "fp8_rowwise"),
         ("te", "bf16"),
         ("te", "fp8_current"),
         ("te", "fp8_block"),
@@ -256,13 +264,18 @@ def test_delayed_weight_gradients_are_bitwise_those_computed_at_once(
 
 
 @pytest.mark.parametrize("delay", [False, True])
-@pytest.mark.parametrize("precision", ["fp8_current", "fp8_block", "mxfp8"])
-def test_quantised_weights_kept_over_micro_batches_change_no_bit(precision: Precision, delay: bool) -> None:
-    unmet = refusal("te", precision)
+@pytest.mark.parametrize(
+    ("backend", "precision"),
+    [("grouped_fp8", "fp8_rowwise"), ("te", "fp8_current"), ("te", "fp8_block"), ("te", "mxfp8")],
+)
+def test_quantised_weights_kept_over_micro_batches_change_no_bit(
+    backend: str, precision: Precision, delay: bool
+) -> None:
+    unmet = refusal(backend, precision)
     if unmet is not None:
         pytest.skip(unmet)
     anew, kept = (
-        trained(build("te", precision, torch.bfloat16, cache_quantized=cache, delay_wgrad=delay))
+        trained(build(backend, precision, torch.bfloat16, cache_quantized=cache, delay_wgrad=delay))
         for cache in (False, True)
     )
     for one, other in zip(anew, kept, strict=True):

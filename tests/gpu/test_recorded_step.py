@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from isozyme.core.batch import Batch
-from isozyme.core.config import ModelConfig, MoEConfig, OptimConfig, RouterConfig, RunConfig, TrainConfig
+from isozyme.core.config import (
+    ModelConfig,
+    MoEConfig,
+    OptimConfig,
+    Precision,
+    RouterConfig,
+    RunConfig,
+    TrainConfig,
+)
 from isozyme.core.errors import UsageError
 from isozyme.core.genome.windows import totals_of
 from isozyme.core.topology import Layout, Topology
@@ -51,10 +59,11 @@ def run_config(
     optim: dict[str, Any] | None = None,
     micro_batch: int = 2,
     recompute: str = "none",
+    precision: Precision = "bf16",
 ) -> RunConfig:
     return RunConfig(
         device="cuda",
-        precision="bf16",
+        precision=precision,
         layout=layout or Layout(dp=1),
         model=ModelConfig(
             vocab_size=VOCABULARY,
@@ -133,6 +142,16 @@ def _on_two(world: World) -> dict[str, bool | str]:
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_replayed_steps_on_one_gpu_give_the_bits_of_eager_ones(recompute: str) -> None:
     assert same_bits(run_config(recompute=recompute, micro_batch=2), SingleWorld())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache", [False, True])
+def test_replayed_steps_in_row_wise_fp8_give_the_bits_of_eager_ones(cache: bool) -> None:
+    """With kept weights too: they are quantised in each replay, by the recorded step's first micro-batch."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("torch's scaled grouped product is built for Hopper")
+    moe = {"experts": "grouped_fp8", "cache_quantized_weights": cache}
+    assert same_bits(run_config(precision="fp8_rowwise", moe=moe), SingleWorld())
 
 
 @pytest.mark.gpu

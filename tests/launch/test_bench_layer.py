@@ -69,6 +69,23 @@ def test_every_backend_and_peer_agrees_and_is_timed(routing: str) -> None:
     assert all(row["ms"] > 0 and row["tokens_per_s"] > 0 and row["worst_error"] < 1e-5 for row in rows)
 
 
+def test_a_backend_with_one_precision_of_its_own_gets_it_unasked() -> None:
+    ours = our_contenders(["grouped_fp8", "grouped_mm_fused", "grouped_fp8@bf16"], ["bf16"])
+    assert [(each.name, each.precision) for each in ours] == [
+        ("grouped_fp8", "fp8_rowwise"),
+        ("grouped_mm_fused", "bf16"),
+        ("grouped_fp8", "bf16"),
+    ]
+    size = shape("h=64,f=96,E=4,k=2", tokens=96)
+    ((_, rows),) = bench_cases([size], ["hot:0.5"], ours, torch.device("cpu"), QUICK, silent)
+    eight, sixteen, refused = rows
+    assert [eight["status"], sixteen["status"]] == ["ok", "ok"], rows
+    assert 0.01 < eight["worst_error"] < 0.15
+    assert sixteen["worst_error"] < 0.01
+    assert "Set precision=fp8_rowwise" in refused["reason"]
+    assert eight["saved_over_bound"] < 1.1
+
+
 def test_the_fused_node_keeps_what_the_bound_allows_and_others_more() -> None:
     contenders = our_contenders(["loop", "grouped_mm_fused"], ["fp32"])
     loop, fused = compare(draw(), contenders, QUICK, silent)
@@ -213,6 +230,7 @@ def test_on_a_gpu_every_contender_says_what_it_needs() -> None:
     size = shape("h=256,f=512,E=8,k=2", tokens=1024)
     contenders = [
         *our_contenders(["loop", "grouped_mm", "grouped_mm_fused"], ["bf16"]),
+        *(our_contenders(["grouped_fp8"], []) if torch.cuda.get_device_capability()[0] == 9 else []),
         *peer_contenders(["hf-eager", "hf-grouped_mm", "torchtitan-like"], "bf16"),
     ]
     rows = [
@@ -224,5 +242,6 @@ def test_on_a_gpu_every_contender_says_what_it_needs() -> None:
     assert all(row["held_bytes"] > 0 and row["peak_bytes"] > row["held_bytes"] for row in rows)
     waits = {row["name"]: row["host_syncs"] for row in rows}
     assert waits["grouped_mm_fused"] == 0
+    assert waits.get("grouped_fp8", 0) == 0
     assert waits["loop"] > 0
     assert all(row["launches"] > 0 for row in rows)

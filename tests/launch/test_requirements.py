@@ -76,6 +76,16 @@ def test_a_precision_names_the_architecture_that_it_needs(
     assert "no TE here" in text
 
 
+def test_row_wise_fp8_needs_hopper_and_no_transformer_engine_and_a_cpu_emulates_it() -> None:
+    asked = ("precision=fp8_rowwise", "model.hidden=32", "model.moe.ffn=32")
+    assert check(tiny(*asked), machine()).device == "cpu"
+    for capability in ((8, 9), (10, 0)):
+        text = refusal(machine(1, capability), "device=cuda", *asked)
+        assert "9.x (Hopper), and this GPU has" in text
+        assert "no TE here" not in text
+    assert "Hopper" not in refusal(machine(1, (9, 0)), "device=cuda", "optim.implementation=apex", *asked)
+
+
 def test_a_fitting_architecture_is_not_complained_about() -> None:
     text = refusal(machine(1, (10, 0), te=None), "device=cuda", "precision=mxfp8")
     assert "SM100" not in text  # what is left is that no expert backend multiplies in it

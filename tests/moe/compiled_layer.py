@@ -5,17 +5,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from isozyme.core.config import MoEConfig, RouterConfig
+from isozyme.core.config import ExpertBackend, MoEConfig, Precision, RouterConfig
 from isozyme.core.topology import Layout, Topology
 from isozyme.moe.layer import MoELayer
 from isozyme.parallel.process_groups import ProcessGroups, SingleWorld
 
 
-def main() -> None:
-    """bf16, the only type that torch's grouped GEMM compiles in."""
-    config = MoEConfig(router=RouterConfig(num_experts=4, topk=2), ffn=24, experts="grouped_mm_fused")
+def compare(experts: ExpertBackend, precision: Precision) -> None:
+    """Values and gradients, bit for bit or nearly."""
+    config = MoEConfig(router=RouterConfig(num_experts=4, topk=2), ffn=32, experts=experts)
     groups = ProcessGroups(Topology(Layout()), SingleWorld())
-    layer = MoELayer(config, name="moe", hidden=16, groups=groups, seed=0, init_std=0.2, dtype=torch.bfloat16)
+    layer = MoELayer(
+        config,
+        name="moe",
+        hidden=16,
+        groups=groups,
+        seed=0,
+        init_std=0.2,
+        dtype=torch.bfloat16,
+        precision=precision,
+    )
     valid = torch.ones(2, 8, dtype=torch.bool)
 
     def run(tokens: Tensor) -> Tensor:
@@ -30,6 +39,13 @@ def main() -> None:
     assert results[0][0].abs().sum() > 0
     for eager, compiled in zip(*results, strict=True):
         torch.testing.assert_close(compiled, eager)
+
+
+def main() -> None:
+    """bf16, the only type that torch's grouped GEMM compiles in."""
+    compare("grouped_mm_fused", "bf16")
+    torch.compiler.reset()
+    compare("grouped_fp8", "fp8_rowwise")
     print("equal")
 
 
