@@ -88,7 +88,7 @@ class TrainConfig:
     """Seconds after which a rank that waits for the others gives up."""
     cuda_graph: bool = False
     """Record forward, backward and reduction of a step in a CUDA graph, and replay it: the device never waits
-    for the host. Keeps the memory of one step's activations for good."""
+    for the host. Keeps the memory of one step's activations while training lasts."""
 
     def micro_batches(self, dp: int | None) -> int | None:
         """Micro-batches of a rank's step at `dp` dense replicas; None if not known or no whole number."""

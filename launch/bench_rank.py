@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -116,7 +117,7 @@ def _meeting_point(order: Order, place: RankEnvironment) -> str:
 
 def _measure(order: Order, place: RankEnvironment, device: torch.device, steps: Steps) -> dict[str, Any]:
     config = Workload(recipe=order.recipe, overrides=tuple(order.overrides)).config()
-    with peak_memory(device) as peak:
+    with closing(steps), peak_memory(device) as peak:
         timed = time_steps(steps, config, device, warm_up=order.warm_up, repeats=order.steps)
         peak_bytes = peak()
     choices = dict(steps.choices)

@@ -55,6 +55,8 @@ class Steps:
     """Number of the dense replica: ranks that have it in common take the same windows."""
     choices: Mapping[str, str] = field(default_factory=dict)
     """What runs, and why."""
+    close: Callable[[], None] = lambda: None
+    """Gives up what the end of communicators would wait for."""
 
 
 def our_steps(config: RunConfig, groups: ProcessGroups, device: torch.device, dtype: torch.dtype) -> Steps:
@@ -81,6 +83,7 @@ def our_steps(config: RunConfig, groups: ProcessGroups, device: torch.device, dt
             "optimiser": str(optimizer.choice),
             **gradient_choice(buffer, config.optim),
         },
+        close=train.close,
     )
 
 

@@ -20,7 +20,7 @@ from isozyme.launch.microbatches import Divisors, Sums
 from isozyme.models.stage import Overrides
 from isozyme.moe.cuda_graph import GRAPHED_BACKENDS
 from isozyme.moe.layer import MoELayer
-from isozyme.parallel.grad_buffer import GradientBuffer
+from isozyme.parallel.grad_buffer import GradientBuffer, Peaks
 from isozyme.parallel.grad_layout import refuse_frozen
 
 EAGER_STEPS = 2
@@ -45,8 +45,8 @@ MakeGradients = Callable[[Sequence[Batch], Divisors], Gradients]
 class RecordedGradients:
     """Makes gradients by replaying a recorded step.
 
-    Results lie in memory that the next step overwrites. Recording takes the memory of one step's activations
-    for good. Other shapes than before are recorded anew.
+    Results lie in memory that the next step overwrites. Recording takes the memory of one step's activations,
+    until `close`. Other shapes than before are recorded anew.
 
     Args:
         make: forward, backward and reduction. It must not wait for the device, and must do the same work
@@ -102,6 +102,11 @@ class RecordedGradients:
         finally:
             here.wait_stream(self._stream)
 
+    def close(self) -> None:
+        """Destroy the recordings. Communicators come after: NCCL waits until no graph uses them any more."""
+        while self._recordings:
+            self._recordings.popitem()[1].graph.reset()
+
     def _record(self, batches: Sequence[Batch], totals: StepTotals) -> _Recording:
         """Record a step on copies of these batches; nothing is computed yet."""
         inputs = [_copied(batch) for batch in batches]
@@ -112,15 +117,27 @@ class RecordedGradients:
             # The watchdog thread of NCCL may ask for the state of older calls meanwhile: hence thread_local.
             with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
                 found = self._make(inputs, divisors)
-        except IsozymeError:
-            raise
-        except RuntimeError as error:
-            first = error.__context__ or error
-            raise UsageError(
-                "the step cannot be recorded, as a part of it waits for the device or changes with the data: "
-                f"train.cuda_graph=true; {str(first).strip().splitlines()[0]}. Set train.cuda_graph=false."
-            ) from error
-        return _Recording(graph=graph, inputs=inputs, divisors=divisors, found=found)
+        except BaseException as error:
+            graph.reset()  # as in `close`: the traceback may keep it
+            reason = _reason(error)
+            if reason is error:
+                raise
+            raise reason from error
+        peaks = dict(self._buffer.peaks)
+        return _Recording(graph=graph, inputs=inputs, divisors=divisors, found=found, peaks=peaks)
+
+
+def _reason(error: BaseException) -> BaseException:
+    """Why a recording has failed: for reasons of its own, or of an operation that cannot be recorded."""
+    first = error.__context__ or error  # where a recording breaks off, its end is an error as well
+    for known in (error, first):
+        if isinstance(known, (IsozymeError, torch.OutOfMemoryError)) or not isinstance(known, RuntimeError):
+            return known
+    text = str(first).strip() or type(first).__name__
+    return UsageError(
+        "the step cannot be recorded, as a part of it waits for the device or changes with the data: "
+        f"train.cuda_graph=true; {text.splitlines()[0]}. Set train.cuda_graph=false."
+    )
 
 
 _Shapes = tuple[tuple[int, ...], ...]
@@ -134,6 +151,8 @@ class _Recording:
     inputs: Sequence[Batch]
     divisors: Divisors
     found: Gradients
+    peaks: Peaks
+    """What the buffer noted on the device for `GradientBuffer.non_finite`."""
 
     def replay(self, batches: Sequence[Batch], totals: StepTotals, buffer: GradientBuffer) -> Gradients:
         """Make the gradients of other batches of the same shapes."""
@@ -144,6 +163,7 @@ class _Recording:
                 getattr(target, name).copy_(getattr(batch, name), non_blocking=True)
         self.divisors.fill_(totals)
         self.graph.replay()
+        buffer.peaks = dict(self.peaks)
         return self.found
 
 

@@ -211,6 +211,11 @@ class TrainStep:
         if isinstance(self.optimizer, Optimizer):
             self.optimizer.finish()
 
+    def close(self) -> None:
+        """Give up what was recorded. It comes before communicators end, which wait for it for ever."""
+        if self._recorded is not None:
+            self._recorded.close()
+
     def accumulate(
         self,
         batches: Sequence[Batch],
@@ -242,9 +247,8 @@ class TrainStep:
         assert sums.loss is not None
         parts = sums.loss.clone()
         if self.groups.coordinates["tp"] > 0:
-            parts[
-                :1
-            ].zero_()  # every TP rank has the cross-entropy of all their tokens, and the rest of its own
+            # Every TP rank has the cross-entropy of all their tokens, and the other losses of its own.
+            parts[:1].zero_()
         world = self.groups.world
         return Gradients(
             sums=sums,

@@ -10,6 +10,7 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -113,7 +114,7 @@ def train_rank(run: Run, factory: ModelFactory) -> Callable[[], int]:
     display = Display(shown=run.is_leader, total=config.train.steps, start=start)
     for message in heading:
         display.say(message)
-    with display, stop_on_signals(run.groups.world) as stop:
+    with closing(step), display, stop_on_signals(run.groups.world) as stop:
         loop = _Loop(run, step, checkpoints, metrics, display, stop)
         progress, stopped = loop.run(start)
         if stopped is not None:

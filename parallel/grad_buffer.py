@@ -21,6 +21,8 @@ from isozyme.parallel.grad_reduce import finish_gather, finish_sum, start_gather
 from isozyme.parallel.main_grad import OpenStep, adopt, fill, forget, release, take
 from isozyme.parallel.process_groups import ProcessGroups
 
+Peaks = dict[int, tuple[Tensor, ...]]
+
 
 class GradientBuffer:
     """Gradients of all parameters of one rank, from the first micro-batch to the optimiser step.
@@ -52,6 +54,8 @@ class GradientBuffer:
         sharded: as given.
         flat: the flat groups (`FlatGroup`), in a fixed order.
         buckets: the parts that are reduced one by one (`Bucket`), in the order in which they are.
+        peaks: for each shared bucket of this step, by number, the largest magnitude of each tensor before the
+            ranks' parts were added. A recorded step, in which nothing is noted anew, puts its own here.
 
     Raises:
         ConfigError: if `bucket_bytes` is not positive.
@@ -87,8 +91,7 @@ class GradientBuffer:
         self._passes_left: list[int] = []
         """For each unit the backward passes that are still to come; empty if nobody said how many."""
         self._pending: list[Pending | None] = []
-        self._peaks: dict[int, tuple[Tensor, ...]] = {}
-        """Largest magnitude of each tensor of a shared bucket, before the ranks' parts were added."""
+        self.peaks: Peaks = {}
         self._parameters = [segment.parameter for group in self.flat for segment in group.segments]
         self._gaps = [gap for group in self.flat for gap in group.gaps()]
         """What lies between parameters: never written but by reductions, of zeros."""
@@ -130,7 +133,7 @@ class GradientBuffer:
         self._ready.clear()
         self._passes_left.clear()
         self._pending.clear()
-        self._peaks.clear()
+        self.peaks.clear()
 
     def settle(self) -> None:
         """Fill with zeros what no gradient has come for, for those who use `main_grad` before `reduce()`."""
@@ -251,7 +254,7 @@ class GradientBuffer:
         names: list[str] = []
         for index, bucket in enumerate(self.buckets):
             segments = [segment for segment in bucket.segments if segment.parameter.numel()]
-            peaks = self._peaks.get(index)
+            peaks = self.peaks.get(index)
             if peaks is None:
                 peaks = tuple(segment.view(bucket.group.data).abs().max() for segment in segments)
             names += [s.spec.name for s, peak in zip(segments, peaks, strict=True) if not peak.isfinite()]
@@ -296,5 +299,5 @@ class GradientBuffer:
         if bucket.group.communicators:
             views = [s.view(bucket.group.data) for s in bucket.segments if s.parameter.numel()]
             if views:
-                self._peaks[index] = tuple(torch._foreach_norm(views, float("inf")))
+                self.peaks[index] = tuple(torch._foreach_norm(views, float("inf")))
         self._pending.append(start_sum(bucket))

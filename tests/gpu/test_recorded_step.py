@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -103,18 +104,19 @@ def train(config: RunConfig, world: World) -> list[Tensor | float]:
     step = TrainStep.of(config, stage, buffer, optimizer, groups)
     found: list[Tensor | float] = []
     at, size = groups.coordinates["dp"], groups.topology.size("dp")
-    for number in range(STEPS):
-        batches = list(windows(number, at, size, config.train.micro_batch))
-        totals = step_totals(totals_of(batches), groups, device)
-        result = step([batch.to(device) for batch in batches], totals, 1e-2)
-        found += [
-            result.loss,
-            result.aux_loss,
-            result.z_loss,
-            result.grad_norm,
-            result.routed,
-            result.dropped,
-        ]
+    with closing(step):
+        for number in range(STEPS):
+            batches = list(windows(number, at, size, config.train.micro_batch))
+            totals = step_totals(totals_of(batches), groups, device)
+            result = step([batch.to(device) for batch in batches], totals, 1e-2)
+            found += [
+                result.loss,
+                result.aux_loss,
+                result.z_loss,
+                result.grad_norm,
+                result.routed,
+                result.dropped,
+            ]
     return [*found, *(p.detach().cpu() for p in stage.parameters())]
 
 

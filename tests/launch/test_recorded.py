@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from isozyme.core.batch import StepTotals
-from isozyme.core.errors import UsageError
+from isozyme.core.errors import CommunicationError, UsageError
 from isozyme.launch import recorded
 from isozyme.launch.microbatches import Sums
 from isozyme.launch.recorded import EAGER_STEPS, Gradients, RecordedGradients
@@ -31,6 +31,10 @@ class Graph:
     def __init__(self) -> None:
         self.calls: list[tuple[tuple[Any, ...], Gradients]] = []
         self.program: Program | None = None
+        self.destroyed = False
+
+    def reset(self) -> None:
+        self.destroyed = True
 
     def replay(self) -> None:
         assert self.program is not None
@@ -44,10 +48,15 @@ class Program:
 
     def __init__(self) -> None:
         self.recording: Graph | None = None
+        self.graphs: list[Graph] = []
+        self.end_fails = False
+        self.buffer: GradientBuffer | None = None
         self.eager = self.recorded = 0
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
     def __call__(self, batches, divisors) -> Gradients:
+        if self.buffer is not None:
+            self.buffer.peaks = {0: (torch.tensor(float(batches[0].window_length)),)}
         if self.recording is None:
             self.eager += 1
             return self.compute(batches, divisors)
@@ -84,8 +93,13 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Program:
     @contextmanager
     def graph(target: Graph, **_options: object):
         made.recording = target
+        made.graphs.append(target)
         try:
             yield
+        except BaseException:
+            if made.end_fails:
+                raise RuntimeError("the capture was broken off")  # noqa: B904 (as torch does)
+            raise
         finally:
             made.recording = None
 
@@ -151,16 +165,50 @@ def test_what_cannot_be_replayed_is_refused(program: Program) -> None:
         gradients(batches, totals, [[]])
 
 
-def test_an_operation_that_cannot_be_captured_ends_the_run_with_its_reason(program: Program) -> None:
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (
+            RuntimeError("operation not permitted when stream is capturing\nmore"),
+            UsageError,
+            r"waits for the device .*; operation not permitted .* capturing\. Set",
+        ),
+        (torch.OutOfMemoryError("out of memory"), torch.OutOfMemoryError, "^out of memory"),
+        (CommunicationError("a peer is gone"), CommunicationError, "^a peer is gone"),
+        (KeyboardInterrupt(), KeyboardInterrupt, "^$"),
+    ],
+)
+def test_a_recording_that_fails_says_why_and_leaves_no_graph(program: Program, error, kind, message) -> None:
     gradients = made_by(program)
     batches, totals = inputs(0)
     for _ in range(EAGER_STEPS):
         gradients(batches, totals)
-    program.error = RuntimeError("operation not permitted when stream is capturing\nmore")
-    with pytest.raises(
-        UsageError, match=r"waits for the device .*; operation not permitted .* capturing\. Set"
-    ):
+    program.error = error
+    with pytest.raises(kind, match=message):
         gradients(batches, totals)
+    program.end_fails = True
+    with pytest.raises(kind, match=message):
+        gradients(batches, totals)
+    assert [graph.destroyed for graph in program.graphs] == [True, True]
+
+
+def test_closing_destroys_every_graph_as_communicators_wait_for_that(program: Program) -> None:
+    gradients = made_by(program)
+    for number in range(EAGER_STEPS + 2):
+        for length in (16, 8):
+            gradients(*inputs(number, length))
+    assert [graph.destroyed for graph in program.graphs] == [False, False]
+    gradients.close()
+    assert [graph.destroyed for graph in program.graphs] == [True, True]
+
+
+def test_a_replay_blames_the_tensors_of_its_own_recording(program: Program) -> None:
+    gradients = made_by(program)
+    program.buffer = gradients._buffer
+    for number in range(EAGER_STEPS + 2):
+        for length in (16, 8):
+            gradients(*inputs(number, length))
+            assert [float(each) for each in program.buffer.peaks[0]] == [length]
 
 
 def test_a_model_on_a_cpu_cannot_be_recorded() -> None:

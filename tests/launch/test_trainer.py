@@ -15,6 +15,7 @@ from isozyme.core.errors import CheckpointError, ConfigError, DataError, NonFini
 from isozyme.launch import start
 from isozyme.launch.environment import ALONE
 from isozyme.launch.evaluate import evaluate_file
+from isozyme.launch.step import TrainStep
 from isozyme.launch.trainer import METRICS, WEIGHTS
 from isozyme.models.decoder import build_model
 from tests.launch.tiny import letters, tiny
@@ -281,6 +282,22 @@ def test_weights_that_hold_nan_are_not_scored(tmp_path: Path, fasta: Path) -> No
 
     with pytest.raises(NonFiniteError, match=r"its sum over [\d,]+ labels is nan"):
         run(tmp_path / "out", fasta, "train.steps=1", factory=spoiled)
+
+
+@UNCHECKED
+def test_what_was_recorded_is_given_up_when_a_step_fails(
+    tmp_path: Path, fasta: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoiled(*arguments: Any) -> Any:
+        model = build_model(*arguments)
+        next(model.parameters()).data.fill_(float("nan"))
+        return model
+
+    closed: list[TrainStep] = []
+    monkeypatch.setattr(TrainStep, "close", closed.append)
+    with pytest.raises(NonFiniteError, match="No weight was changed"):
+        run(tmp_path / "out", fasta, factory=spoiled)
+    assert len(closed) == 1
 
 
 def test_metrics_that_cannot_be_written_say_what_to_do(tmp_path: Path, fasta: Path) -> None:
