@@ -19,8 +19,8 @@ from isozyme.parallel.process_groups import ProcessGroups
 from isozyme.parallel.shard_spec import ShardSpec, attach, spec_of
 
 
-def expert_bias_spec(name: str, num_experts: int) -> ShardSpec:
-    """Ownership of a router's bias: whole and identical on every rank of a stage, at least fp32."""
+def expert_buffer_spec(name: str, num_experts: int, *, min_dtype: torch.dtype = torch.float32) -> ShardSpec:
+    """Ownership of one number an expert that a router keeps: whole and identical on every rank of a stage."""
     return ShardSpec(
         name=name,
         global_shape=(num_experts,),
@@ -28,7 +28,7 @@ def expert_bias_spec(name: str, num_experts: int) -> ShardSpec:
         init=Init.constant(0.0),
         decay=False,
         kind="buffer",
-        min_dtype=torch.float32,
+        min_dtype=min_dtype,
     )
 
 
@@ -59,7 +59,7 @@ def create_expert_bias(
     name: str, num_experts: int, groups: ProcessGroups, *, device: torch.device | str, dtype: torch.dtype
 ) -> Float[Tensor, "E"]:
     """A zero bias with its spec attached, in `dtype` or fp32, whichever is wider."""
-    spec = expert_bias_spec(name, num_experts)
+    spec = expert_buffer_spec(name, num_experts)
     bias = local_initial_value(spec, groups, seed=0, device=device, dtype=dtype)
     attach(bias, spec)
     return bias

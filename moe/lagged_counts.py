@@ -12,26 +12,17 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from isozyme.core.initialisation import Init
-from isozyme.moe.expert_bias import routed_by_all
+from isozyme.moe.expert_bias import expert_buffer_spec, routed_by_all
 from isozyme.parallel.parameters import local_initial_value
 from isozyme.parallel.process_groups import ProcessGroups
-from isozyme.parallel.shard_spec import ShardSpec, attach
+from isozyme.parallel.shard_spec import attach
 
 
 def create_lagged_counts(
     name: str, num_experts: int, groups: ProcessGroups, *, device: torch.device | str
 ) -> Float[Tensor, "E"]:
     """Zeros with their spec attached, in fp64, which a cast of the module leaves alone."""
-    spec = ShardSpec(
-        name=name,
-        global_shape=(num_experts,),
-        replicas={"tp": "identical", "cp": "identical", "dp": "identical"},
-        init=Init.constant(0.0),
-        decay=False,
-        kind="buffer",
-        min_dtype=torch.float64,
-    )
+    spec = expert_buffer_spec(name, num_experts, min_dtype=torch.float64)
     counts = local_initial_value(spec, groups, seed=0, device=device, dtype=torch.float64)
     attach(counts, spec)
     return counts

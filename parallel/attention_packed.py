@@ -18,12 +18,10 @@ import torch
 from einops import rearrange
 from jaxtyping import Float, Int32
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from isozyme.parallel.attention_kernels import AttentionFacts, kernel_problems
 from isozyme.parallel.context_layout import Segment
-from isozyme.parallel.context_partial import PartialAttention, PartialGradients
+from isozyme.parallel.context_partial import PartialAttention, PartialGradients, attention_in_parts
 from isozyme.parallel.context_tiles import Documents, Tile, tiles
 
 Lengths = Sequence[Sequence[int]]
@@ -131,25 +129,19 @@ def tiled_attention(
     Memory: at most 2^24 logits at once, where a kernel holds any. Saved are q, k, v, the output and one
     number a query and head.
     """
-    out: Tensor = _Tiled.apply(q, k, v, plan)  # type: ignore[no-untyped-call]
-    return out
+    return attention_in_parts(q, k, v, _Local(plan))
 
 
-class _Tiled(Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Sequence[Tile]) -> Tensor:
-        partial = PartialAttention(q)
-        partial.add(k, v, plan)
-        out = partial.out.to(q.dtype)
-        ctx.plan = plan
-        ctx.save_for_backward(q, k, v, out, partial.logsumexp)
-        return out
+@dataclass(frozen=True, eq=False)
+class _Local:
+    """The keys that are here, and no others."""
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v, out, logsumexp = ctx.saved_tensors
-        grads = PartialGradients(grad, q, out, logsumexp)
-        of_k, of_v = (torch.zeros(x.shape, dtype=logsumexp.dtype, device=x.device) for x in (k, v))
-        grads.add(k, v, of_k, of_v, ctx.plan)
-        return grads.q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype), None
+    tiles: Sequence[Tile]
+
+    def attend(self, partial: PartialAttention, k: Tensor, v: Tensor) -> None:
+        partial.add(k, v, self.tiles)
+
+    def gradients(self, grads: PartialGradients, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        of_k, of_v = (torch.zeros(x.shape, dtype=grads.q.dtype, device=x.device) for x in (k, v))
+        grads.add(k, v, of_k, of_v, self.tiles)
+        return of_k, of_v

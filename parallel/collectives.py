@@ -29,6 +29,7 @@ rows is enough).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,6 +45,9 @@ from isozyme.parallel.collective_halves import gather_from_group_start as gather
 from isozyme.parallel.collective_halves import reduce_scatter_to_group_start as reduce_scatter_to_group_start
 from isozyme.parallel.communicator import Communicator
 
+Collective = Callable[[Tensor], Tensor]
+"""A communication whose one tensor may need a gradient."""
+
 
 def copy_to_group(
     x: Shaped[Tensor, "*shape"], comm: Communicator, *, differentiable: bool = True
@@ -53,7 +57,7 @@ def copy_to_group(
     Forward: identity. Backward: all-reduce, sending 2 n (size-1)/size bytes per rank for n bytes of x.
     Conjugate: `reduce_from_group`.
     """
-    return apply(_Copy, marked(x, differentiable), comm)
+    return _conjugate(x, differentiable, forth=_same, back=lambda grad: _sum(grad, comm))
 
 
 def reduce_from_group(
@@ -65,7 +69,7 @@ def reduce_from_group(
     all ranks compute the same from the result. Conjugate: `copy_to_group`; where ranks use the sum
     differently, compose the two.
     """
-    return apply(_Reduce, marked(x, differentiable), comm)
+    return _conjugate(x, differentiable, forth=lambda part: _sum(part, comm), back=_same)
 
 
 def gather_from_group(
@@ -84,7 +88,12 @@ def gather_from_group(
         reduce-scatter of the same volume. Conjugate: `reduce_scatter_to_group`.
     """
     counts = sizes_or_equal(sizes, x.shape[0], comm)
-    return apply(_Gather, marked(x, differentiable), comm, counts)
+    return _conjugate(
+        x,
+        differentiable,
+        forth=lambda rows: comm.all_gather(rows, counts),
+        back=lambda grad: comm.reduce_scatter(grad, counts),
+    )
 
 
 def reduce_scatter_to_group(
@@ -103,7 +112,12 @@ def reduce_scatter_to_group(
         all-gather. Conjugate: `gather_from_group`.
     """
     counts = shares_of(sizes, x, comm, "reduce_scatter_to_group")
-    return apply(_ReduceScatter, marked(x, differentiable), comm, counts)
+    return _conjugate(
+        x,
+        differentiable,
+        forth=lambda rows: comm.reduce_scatter(rows, counts),
+        back=lambda grad: comm.all_gather(grad, counts),
+    )
 
 
 def split_to_group(
@@ -122,7 +136,12 @@ def split_to_group(
         size-1 others. Conjugate: `gather_replicated_from_group`.
     """
     counts = shares_of(sizes, x, comm, "split_to_group")
-    return apply(_Split, marked(x, differentiable), comm, counts)
+    return _conjugate(
+        x,
+        differentiable,
+        forth=lambda rows: _own_rows(rows, comm, counts),
+        back=lambda grad: comm.all_gather(grad, counts),
+    )
 
 
 def gather_replicated_from_group(
@@ -135,7 +154,12 @@ def gather_replicated_from_group(
     gradient needs `gather_from_group`.
     """
     counts = sizes_or_equal(sizes, x.shape[0], comm)
-    return apply(_GatherReplicated, marked(x, differentiable), comm, counts)
+    return _conjugate(
+        x,
+        differentiable,
+        forth=lambda rows: comm.all_gather(rows, counts),
+        back=lambda grad: _own_rows(grad, comm, counts),
+    )
 
 
 def all_to_all(
@@ -160,83 +184,37 @@ def all_to_all(
         of the others. Backward: the all-to-all with the splits swapped (its own conjugate).
     """
     out, into = splits_of(x, comm, output_splits, input_splits)
-    return apply(_AllToAll, marked(x, differentiable), comm, out, into)
+    return _conjugate(
+        x,
+        differentiable,
+        forth=lambda rows: comm.all_to_all(rows, out, into),
+        back=lambda grad: comm.all_to_all(grad, into, out),
+    )
 
 
-class _Copy(Function):
+def _conjugate(x: Tensor, differentiable: bool, *, forth: Collective, back: Collective) -> Tensor:
+    """`forth(x)`, whose backward is `back`, whose backward is `forth`."""
+    return apply(_Conjugate, marked(x, differentiable), forth, back)
+
+
+class _Conjugate(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
-        ctx.comm = comm
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return apply(_Reduce, grad, ctx.comm), None
-
-
-class _Reduce(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
-        ctx.comm = comm
-        return comm.all_reduce(x.clone(memory_format=torch.contiguous_format))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return apply(_Copy, grad, ctx.comm), None
-
-
-class _Gather(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator, sizes: tuple[int, ...]) -> Tensor:
-        ctx.comm, ctx.sizes = comm, sizes
-        return comm.all_gather(x, sizes)
+    def forward(ctx: Any, x: Tensor, forth: Collective, back: Collective) -> Tensor:
+        ctx.forth, ctx.back = forth, back
+        return forth(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return apply(_ReduceScatter, grad, ctx.comm, ctx.sizes), None, None
+        return apply(_Conjugate, grad, ctx.back, ctx.forth), None, None
 
 
-class _ReduceScatter(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator, sizes: tuple[int, ...]) -> Tensor:
-        ctx.comm, ctx.sizes = comm, sizes
-        return comm.reduce_scatter(x, sizes)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return apply(_Gather, grad, ctx.comm, ctx.sizes), None, None
+def _same(x: Tensor) -> Tensor:
+    return x.view_as(x)
 
 
-class _Split(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator, sizes: tuple[int, ...]) -> Tensor:
-        ctx.comm, ctx.sizes = comm, sizes
-        return x.narrow(0, sum(sizes[: comm.rank]), sizes[comm.rank]).clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return apply(_GatherReplicated, grad, ctx.comm, ctx.sizes), None, None
+def _sum(x: Tensor, comm: Communicator) -> Tensor:
+    return comm.all_reduce(x.clone(memory_format=torch.contiguous_format))
 
 
-class _GatherReplicated(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator, sizes: tuple[int, ...]) -> Tensor:
-        ctx.comm, ctx.sizes = comm, sizes
-        return comm.all_gather(x, sizes)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return apply(_Split, grad, ctx.comm, ctx.sizes), None, None
-
-
-class _AllToAll(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, comm: Communicator, out: tuple[int, ...], into: tuple[int, ...]
-    ) -> Tensor:
-        ctx.comm, ctx.out, ctx.into = comm, out, into
-        return comm.all_to_all(x, out, into)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return apply(_AllToAll, grad, ctx.comm, ctx.into, ctx.out), None, None, None
+def _own_rows(x: Tensor, comm: Communicator, sizes: tuple[int, ...]) -> Tensor:
+    return x.narrow(0, sum(sizes[: comm.rank]), sizes[comm.rank]).clone()

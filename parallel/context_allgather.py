@@ -6,16 +6,14 @@ keys are dropped after the forward and gathered again in backward, so that no ra
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
-from isozyme.parallel.context_partial import PartialAttention, PartialGradients
+from isozyme.parallel.context_partial import PartialAttention, PartialGradients, attention_in_parts
 from isozyme.parallel.context_plan import ContextPlan
 
 
@@ -39,32 +37,26 @@ def allgather_attention(
         v: this rank's values.
         plan: group, layout and documents.
     """
-    out: Tensor = _AllGather.apply(q, k, v, plan)  # type: ignore[no-untyped-call]
-    return out
+    return attention_in_parts(q, k, v, _Gathered(plan), plan.tile_kernel)
 
 
-class _AllGather(Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan) -> Tensor:
-        partial = PartialAttention(q, plan.tile_kernel)
-        partial.add(*_gather(k, v, plan), plan.tiles_with_whole())
-        out = partial.out.to(q.dtype)
-        ctx.plan = plan
-        ctx.save_for_backward(q, k, v, out, partial.logsumexp)
-        return out
+@dataclass(frozen=True, eq=False)
+class _Gathered:
+    """The whole window at once."""
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v, out, logsumexp = ctx.saved_tensors
-        plan: ContextPlan = ctx.plan
-        grads = PartialGradients(grad, q, out, logsumexp, plan.tile_kernel)
+    plan: ContextPlan
+
+    def attend(self, partial: PartialAttention, k: Tensor, v: Tensor) -> None:
+        partial.add(*_gather(k, v, self.plan), self.plan.tiles_with_whole())
+
+    def gradients(self, grads: PartialGradients, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        plan = self.plan
         whole_k, whole_v = _gather(k, v, plan)
-        of_k, of_v = (torch.zeros_like(x, dtype=logsumexp.dtype) for x in (whole_k, whole_v))
+        of_k, of_v = (torch.zeros_like(x, dtype=grads.q.dtype) for x in (whole_k, whole_v))
         grads.add(whole_k, whole_v, of_k, of_v, plan.tiles_with_whole())
         by_rank = plan.layout.deal(rearrange([of_k, of_v], "two b s m d -> s two b m d"), dim=0)
         grad_k, grad_v = rearrange(plan.comm.reduce_scatter(by_rank), "s two b m d -> two b s m d")
-        return grads.q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None
+        return grad_k, grad_v
 
 
 def _gather(k: Tensor, v: Tensor, plan: ContextPlan) -> tuple[Tensor, Tensor]:

@@ -6,16 +6,14 @@ the next rank (Liu et al. 2023, "Ring Attention", arXiv:2310.01889). No rank eve
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from isozyme.parallel.communicator import Communicator, Finished, Pending
-from isozyme.parallel.context_partial import PartialAttention, PartialGradients
+from isozyme.parallel.context_partial import PartialAttention, PartialGradients, attention_in_parts
 from isozyme.parallel.context_plan import ContextPlan
 
 
@@ -40,37 +38,32 @@ def ring_attention(
         plan: group, layout and documents. The zig-zag order gives the ranks equal work in every step but the
             first; in the contiguous order the last rank works in all steps, and the others wait for it.
     """
-    out: Tensor = _Ring.apply(q, k, v, plan)  # type: ignore[no-untyped-call]
-    return out
+    return attention_in_parts(q, k, v, _Ring(plan), plan.tile_kernel)
 
 
-class _Ring(Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan) -> Tensor:
-        comm, partial = plan.comm, PartialAttention(q, plan.tile_kernel)
+@dataclass(frozen=True, eq=False)
+class _Ring:
+    """The keys of one rank after the other, from this one backwards."""
+
+    plan: ContextPlan
+
+    def attend(self, partial: PartialAttention, k: Tensor, v: Tensor) -> None:
+        plan, comm = self.plan, self.plan.comm
         held = torch.stack([k, v])
         for step in range(comm.size):
             coming = _pass_on(held, comm) if step < comm.size - 1 else Finished(None)
             partial.add(held[0], held[1], plan.tiles_with((comm.rank - step) % comm.size))
             if step < comm.size - 1:
                 (held,) = coming.wait()
-        out = partial.out.to(q.dtype)
-        ctx.plan = plan
-        ctx.save_for_backward(q, k, v, out, partial.logsumexp)
-        return out
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v, out, logsumexp = ctx.saved_tensors
-        plan: ContextPlan = ctx.plan
-        comm, grads = plan.comm, PartialGradients(grad, q, out, logsumexp, plan.tile_kernel)
+    def gradients(self, grads: PartialGradients, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        plan, comm, wide = self.plan, self.plan.comm, grads.q.dtype
         held = torch.stack([k, v])
         # The gradient of the held keys follows them one step behind: it is complete only after their tile.
-        arriving: Pending = Finished([torch.zeros(held.shape, dtype=logsumexp.dtype, device=q.device)])
+        arriving: Pending = Finished([torch.zeros(held.shape, dtype=wide, device=held.device)])
         for step in range(comm.size):
             coming = _pass_on(held, comm) if step < comm.size - 1 else Finished(None)
-            own = torch.zeros(held.shape, dtype=logsumexp.dtype, device=q.device)
+            own = torch.zeros(held.shape, dtype=wide, device=held.device)
             grads.add(held[0], held[1], own[0], own[1], plan.tiles_with((comm.rank - step) % comm.size))
             (of_held,) = arriving.wait()
             of_held = own.add_(of_held)
@@ -78,7 +71,7 @@ class _Ring(Function):
             if step < comm.size - 1:
                 (held,) = coming.wait()
         (of_own,) = arriving.wait()
-        return grads.q.to(q.dtype), of_own[0].to(k.dtype), of_own[1].to(v.dtype), None
+        return of_own[0], of_own[1]
 
 
 def _pass_on(x: Tensor, comm: Communicator) -> Pending:
