@@ -294,7 +294,7 @@ def test_what_was_recorded_is_given_up_when_a_step_fails(
         return model
 
     closed: list[TrainStep] = []
-    monkeypatch.setattr(TrainStep, "close", closed.append)
+    monkeypatch.setattr(TrainStep, "close", lambda step: closed.append(step))
     with pytest.raises(NonFiniteError, match="No weight was changed"):
         run(tmp_path / "out", fasta, factory=spoiled)
     assert len(closed) == 1
