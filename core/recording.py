@@ -16,17 +16,18 @@ def recording_problems(config: RunConfig) -> list[str]:
     What only the machine or the built model says (the backend that `auto` takes) is checked there.
     """
     rules = Rules("train.cuda_graph")
-    moe, layout, off = config.model.moe, config.layout, "Set train.cuda_graph=false"
-    rules.check(config.device != "cpu", f"CUDA graphs need CUDA: device=cpu. {off}.")
+    moe, layout = config.model.moe, config.layout
+    on, off = "train.cuda_graph=true", "Set train.cuda_graph=false"
+    rules.check(config.device != "cpu", f"CUDA graphs need CUDA: {on}, device=cpu. {off}.")
     rules.check(
         layout.pp == 1,
-        f"stages of a pipeline wait for each other between micro-batches: layout.pp={layout.pp}. {off}, or "
-        "use layout.pp=1.",
+        f"stages of a pipeline wait for each other between micro-batches: {on}, layout.pp={layout.pp}. {off}, "
+        "or use layout.pp=1.",
     )
     rules.check(
         not config.optim.overlap_gather,
-        "the recorded step begins with whole parameters: optim.overlap_gather=true. Set it to false, or "
-        "train.cuda_graph=false.",
+        f"the recorded step begins with whole parameters: {on}, optim.overlap_gather=true. Set one of them "
+        "to false.",
     )
     if "M" not in config.model.layer_kinds():
         return rules.broken
@@ -34,18 +35,18 @@ def recording_problems(config: RunConfig) -> list[str]:
     rules.check(
         layout.ep * layout.etp == 1 or fixed,
         "dispatch must not ask the host how many rows it receives: "
-        f"layout.ep={layout.ep}, layout.etp={layout.etp}, model.moe.dispatcher={moe.dispatcher}, "
+        f"{on}, layout.ep={layout.ep}, layout.etp={layout.etp}, model.moe.dispatcher={moe.dispatcher}, "
         f"model.moe.equal_tokens={str(moe.equal_tokens).lower()}. Set model.moe.dispatcher=allgather and "
         "model.moe.equal_tokens=true, or model.moe.pad_to_capacity=true.",
     )
     rules.check(
         moe.experts in ("auto", "grouped_mm_fused", "grouped_fp8"),
-        f"the experts' backend must not read row counts on the host: model.moe.experts={moe.experts}. Set "
-        "model.moe.experts=grouped_mm_fused (or grouped_fp8, with precision=fp8_rowwise).",
+        f"the experts' backend must not read row counts on the host: {on}, model.moe.experts={moe.experts}. "
+        "Set model.moe.experts=grouped_mm_fused (or grouped_fp8, with precision=fp8_rowwise).",
     )
     rules.check(
         config.precision in ("fp64", "fp32", "bf16", "fp8_rowwise"),
-        f"experts in this precision read row counts on the host: precision={config.precision}. Use "
+        f"experts in this precision read row counts on the host: {on}, precision={config.precision}. Use "
         "precision=bf16 or fp8_rowwise, or train.cuda_graph=false.",
     )
     return rules.broken

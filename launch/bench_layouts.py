@@ -12,14 +12,16 @@ import math
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from isozyme.core.config import RunConfig
 from isozyme.core.errors import ConfigError
 from isozyme.core.topology import Layout, Topology
+from isozyme.launch.bench_workload import refuse_given
 from isozyme.launch.compose import compose
 from isozyme.launch.local import STOPPED, run_ranks
 
@@ -28,6 +30,15 @@ Say = Callable[[str], None]
 _AXES = frozenset(each.name for each in fields(Layout))
 WARM_UP = 3
 """Steps whose time is not counted."""
+
+_WITHOUT_PAUSES = ("train.log_every=1", "train.eval_every=0", "train.checkpoint_every=0")
+_SET: Mapping[str, str] = MappingProxyType(
+    {
+        "train.steps": "--steps",
+        "out": "--out, for the results",
+        **{each.partition("=")[0]: f"isozyme train for other than {each}" for each in _WITHOUT_PAUSES},
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,16 +62,18 @@ def layout_runs(recipe: str, layouts: Sequence[str], overrides: Sequence[str], s
         steps: optimiser steps of each.
 
     Raises:
-        ConfigError: if fewer than two steps are asked for after the warm-up, or a run breaks a rule.
+        ConfigError: if fewer than two steps are asked for after the warm-up, a run breaks a rule, or a
+            setting would have no effect.
     """
     if steps < WARM_UP + 2:
         raise ConfigError(f"--steps must be at least {WARM_UP + 2}, of which {WARM_UP} warm up: {steps}.")
     found = []
     for text in layouts:
         own = _overrides(text)
+        refuse_given([*overrides, *own], _SET)
         every = (
             *("train.eval_windows=8", *overrides, *own),
-            *(f"train.steps={steps}", "train.log_every=1", "train.eval_every=0", "train.checkpoint_every=0"),
+            *(f"train.steps={steps}", *_WITHOUT_PAUSES),
         )
         config = compose(recipe, every)
         config.validate()

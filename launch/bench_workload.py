@@ -61,8 +61,9 @@ def workload(
         overrides: further `key=value`; they have the last word.
 
     Raises:
-        ConfigError: if the name is unknown, or the tokens are not whole windows.
+        ConfigError: if the name is unknown, the tokens are not whole windows, or an override has no effect.
     """
+    refuse_given(overrides, {"precision": "--precisions", "model.moe.experts": "--backends"})
     recipe, given = name, ["optim.implementation=torch"]
     if name in WORKLOADS:
         preset, depth, tokens = WORKLOADS[name]
@@ -98,6 +99,22 @@ def workload(
         f"train.global_batch={windows * world_size}",
     ]
     return Workload(recipe=recipe, overrides=(*given, *overrides))
+
+
+def refuse_given(overrides: Sequence[str], options: Mapping[str, str]) -> None:
+    """Refuse settings that the benchmark itself makes, as they would have no effect.
+
+    Args:
+        overrides: `key=value`, as they were typed.
+        options: the settings, and for each what to use instead.
+
+    Raises:
+        ConfigError: if there is one.
+    """
+    for each in overrides:
+        key = each.partition("=")[0]
+        if key in options:
+            raise ConfigError(f"the benchmark sets {key} by itself: {each}. Use {options[key]}.")
 
 
 def _replicas(axes: Mapping[str, str]) -> int:

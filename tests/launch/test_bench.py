@@ -148,6 +148,14 @@ def test_tokens_that_are_no_whole_windows_are_refused() -> None:
         tiny(tokens_per_gpu=40)
 
 
+@pytest.mark.parametrize(
+    ("setting", "instead"), [("precision=fp32", "--precisions"), ("model.moe.experts=te", "--backends")]
+)
+def test_a_setting_that_every_contender_has_of_its_own_is_refused(setting: str, instead: str) -> None:
+    with pytest.raises(ConfigError, match=rf"by itself: {setting}\. Use {instead}"):
+        workload("L0_sanity", world_size=1, overrides=[*TINY, setting])
+
+
 def test_an_unknown_workload_contender_or_benchmark_is_refused() -> None:
     with pytest.raises(ConfigError, match="unknown workload: mixtrl"):
         workload("mixtrl", world_size=1)

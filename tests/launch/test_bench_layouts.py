@@ -48,6 +48,15 @@ def test_a_layout_that_breaks_a_rule_is_refused_before_any_run() -> None:
         layout_runs("L0_sanity", ["dp=1 ep=1"], [], 2)
 
 
+def test_settings_that_would_have_no_effect_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"sets train\.steps by itself: train\.steps=3\. Use --steps"):
+        layout_runs("L0_sanity", ["dp=1"], ["train.steps=3"], 6)
+    with pytest.raises(
+        ConfigError, match=r"train\.eval_every by itself: train\.eval_every=2\. Use isozyme train"
+    ):
+        layout_runs("L0_sanity", ["dp=1 train.eval_every=2"], [], 6)
+
+
 def test_a_loss_that_is_no_number_is_never_near() -> None:
     assert _compared([None, 1.0], [1.0, 1.0], 0.5)["status"] == "FAILED"
     assert _compared([1.0, 1.01], [1.0, 1.0], 0.02)["difference"] == pytest.approx(0.01)
