@@ -21,8 +21,8 @@ def recording_problems(config: RunConfig) -> list[str]:
     rules.check(config.device != "cpu", f"CUDA graphs need CUDA: {on}, device=cpu. {off}.")
     rules.check(
         layout.pp == 1,
-        f"stages of a pipeline wait for each other between micro-batches: {on}, layout.pp={layout.pp}. {off}, "
-        "or use layout.pp=1.",
+        f"stages of a pipeline wait for each other between micro-batches: {on}, layout.pp={layout.pp}. "
+        f"{off}, or use layout.pp=1.",
     )
     rules.check(
         not config.optim.overlap_gather,
