@@ -53,7 +53,7 @@ class Batch:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         pinned = torch.device(device).type == "cuda" and self.tokens.device.type == "cpu"
         moved: dict[str, Any] = {
-            name: (value.pin_memory() if pinned else value).to(device, non_blocking=True)
+            name: (value.contiguous().pin_memory() if pinned else value).to(device, non_blocking=True)
             for name, value in values.items()
             if isinstance(value, Tensor)
         }

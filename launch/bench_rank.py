@@ -44,6 +44,8 @@ class Order:
     overrides: Sequence[str]
     contender: str
     """A backend of the registry, or one of `PEERS`."""
+    routing: str | None
+    """What our routers are made to choose (`isozyme.launch.bench_routing`); None for their own choice."""
     warm_up: int
     steps: int
     result: str
@@ -90,7 +92,8 @@ def measure(order: Order, place: RankEnvironment) -> dict[str, Any]:
     device = torch.device(f"cuda:{place.local_rank}" if choice.device == "cuda" else "cpu")
     if order.contender not in PEERS:
         with join(config, place, device) as groups:
-            return _measure(order, place, device, our_steps(config, groups, device, choice.dtype))
+            steps = our_steps(config, groups, device, choice.dtype, routing=order.routing)
+            return _measure(order, place, device, steps)
     with torch_world(
         rank=place.rank,
         world_size=place.world_size,

@@ -23,7 +23,7 @@ from isozyme.core.batch import Batch
 from isozyme.core.config import RunConfig
 from isozyme.core.errors import BackendError
 from isozyme.launch.bench_measure import synchronize
-from isozyme.launch.bench_model import device_filled_model
+from isozyme.launch.bench_model import device_filled_model, force_routing
 from isozyme.launch.bench_peers import optional_module
 from isozyme.launch.prepare import Preparation, Prepared
 from isozyme.launch.report import grouped_choices
@@ -59,9 +59,26 @@ class Steps:
     """Gives up what the end of communicators would wait for."""
 
 
-def our_steps(config: RunConfig, groups: ProcessGroups, device: torch.device, dtype: torch.dtype) -> Steps:
-    """The package's model, gradient buffer, optimiser and step, as the trainer puts them together."""
+def our_steps(
+    config: RunConfig,
+    groups: ProcessGroups,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    routing: str | None = None,
+) -> Steps:
+    """The package's model, gradient buffer, optimiser and step, as the trainer puts them together.
+
+    Args:
+        config: the run.
+        groups: this rank's groups.
+        device: of this rank.
+        dtype: of the parameters.
+        routing: what every router is made to choose, a form of `isozyme.launch.bench_routing`.
+    """
     model = Stage.build(device_filled_model, config, groups, device, dtype)
+    if routing is not None:
+        force_routing(model, routing, config, groups, device)
     buffer, optimizer = training_state(model, groups, config.optim)
     train = TrainStep.of(config, model, buffer, optimizer, groups)
 

@@ -26,6 +26,7 @@ from isozyme.launch.local import STOPPED, run_ranks
 from isozyme.moe.experts.registry import BACKENDS
 
 Say = Callable[[str], None]
+_ROUTING = "routing="
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,17 +37,24 @@ class TrainContender:
     """A backend of the registry or `auto`, or a peer."""
     precision: str
     settings: tuple[str, ...] = ()
-    """Further `key=value` that this contender alone has."""
+    """Further `key=value` that this contender alone has; `routing=…` is not of the run but of its routers."""
 
     @property
     def kind(self) -> str:
         """`isozyme` or `peer`."""
         return "peer" if self.name in PEERS else "isozyme"
 
+    @property
+    def routing(self) -> str | None:
+        """What its routers are made to choose; None if they choose by themselves."""
+        found = [each.removeprefix(_ROUTING) for each in self.settings if each.startswith(_ROUTING)]
+        return found[-1] if found else None
+
     def overrides(self) -> list[str]:
         """The settings that make a run this contender."""
         experts = "auto" if self.kind == "peer" else self.name
-        return [f"precision={self.precision}", f"model.moe.experts={experts}", *self.settings]
+        own = [each for each in self.settings if not each.startswith(_ROUTING)]
+        return [f"precision={self.precision}", f"model.moe.experts={experts}", *own]
 
 
 def train_contenders(
@@ -56,7 +64,8 @@ def train_contenders(
 
     Args:
         backends: `te` is one backend in each of `precisions`, `te@fp8_current` in one, `grouped_fp8` in its
-            own, and `auto+optim.sharded=true+optim.overlap_reduce=true` one with settings of its own.
+            own, `auto+optim.sharded=true+optim.overlap_reduce=true` one with settings of its own, and
+            `auto+routing=balanced` one whose routers choose as `isozyme.launch.bench_routing` says.
         precisions: for backends without one.
         peers: names of `PEERS`.
 
@@ -126,6 +135,7 @@ def bench_train(
                 recipe=workload.recipe,
                 overrides=[*workload.overrides, *contender.overrides()],
                 contender=contender.name,
+                routing=contender.routing,
                 warm_up=warm_up,
                 steps=steps,
                 result=str(Path(folder) / "result"),

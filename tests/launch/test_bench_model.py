@@ -8,8 +8,8 @@ from torch import Tensor
 
 from isozyme.core.config import RunConfig
 from isozyme.core.topology import Topology
-from isozyme.launch.bench_model import device_filled_model
-from isozyme.launch.bench_steps import our_steps, time_steps
+from isozyme.launch.bench_model import device_filled_model, force_routing
+from isozyme.launch.bench_steps import our_steps, random_batch, time_steps
 from isozyme.launch.compose import compose
 from isozyme.models.types import Chunk
 from isozyme.parallel import parameters
@@ -76,6 +76,24 @@ def test_values_follow_the_specs_and_what_is_shared_stays_shared(monkeypatch: py
             assert float(tensor.detach().float().std()) == pytest.approx(spec.init.value, rel=0.2)
     biases = [tensor for name, (tensor, _) in found.items() if "expert_bias" in name]
     assert [(bias.dtype, int(bias.count_nonzero())) for bias in biases] == [(torch.float32, 0)] * 2
+
+
+def test_routers_can_be_made_to_choose_evenly() -> None:
+    run = config("train.micro_batch=2")
+    groups = ProcessGroups(Topology(run.layout), SingleWorld())
+    model = device_filled_model(run, groups, Chunk.whole(2), CPU, torch.float32)
+    tokens = torch.randint(256, (2, run.data.window + 1), generator=torch.Generator().manual_seed(0))
+
+    def loads() -> list[list[int]]:
+        return [stats.routed.tolist() for stats in model(random_batch(tokens)).stats]
+
+    assert any(len(set(load)) > 1 for load in loads())
+    force_routing(model, "balanced", run, groups, CPU)
+    moe = run.model.moe.router
+    even = 2 * run.data.window * moe.topk // moe.num_experts
+    assert loads() == [[even] * moe.num_experts] * 2
+    model(random_batch(tokens)).loss_sum.backward()
+    assert all(float(p.grad.abs().sum()) > 0 for n, p in model.named_parameters() if "router" in n)
 
 
 @pytest.mark.gpu
