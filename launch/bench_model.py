@@ -22,7 +22,6 @@ from isozyme.moe.router import Router
 from isozyme.parallel.process_groups import ProcessGroups
 from isozyme.parallel.shard_spec import named_shards
 
-
 OFFSET = 32.0
 """Added to the logits of the experts that a router shall choose."""
 
