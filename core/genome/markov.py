@@ -113,15 +113,32 @@ def best_markov(genome: Genome, train: Sequence[Region], order: int | None = Non
     """The Markov model of a training part; the order is chosen without a look at the held-out part.
 
     If `order` is null, each of 0..8 is counted on the first 90 % of the training part and scored on its last
-    10 %; the best one (the lowest on a tie) is then counted on the whole.
+    10 %, up to the last known base; the best one (the lowest on a tie) is then counted on the whole. Where
+    that leaves no base to score, as in a part of a few letters, it is 0.
     """
     if order is None:
-        inner = split_tail(train, _TAIL)
+        inner = split_tail(_up_to_last_base(genome, train), _TAIL)
         model = MarkovModel(max(_AUTO_ORDERS)).count(genome, inner.train)
         labels = [(region, region.start + 1, region.stop) for region in inner.held_out]
-        scores = [model.score(genome, labels, k) for k in _AUTO_ORDERS]
-        order = min(scores, key=lambda score: score.bits_per_base).order
+        known = any(_known(genome, each.contig, first, stop).size for each, first, stop in labels)
+        scores = [model.score(genome, labels, k) for k in (_AUTO_ORDERS if known else ())]
+        order = min(scores, key=lambda score: score.bits_per_base).order if known else 0
     return MarkovModel(order).count(genome, train)
+
+
+def _up_to_last_base(genome: Genome, regions: Sequence[Region]) -> list[Region]:
+    """The regions without what follows their last A, C, G or T: genomes may end in unknown letters."""
+    for number, region in reversed(list(enumerate(regions))):
+        for stop in range(region.stop, region.start, -_CHUNK):
+            known = _known(genome, region.contig, max(stop - _CHUNK, region.start), stop)
+            if known.size:
+                return [*regions[:number], Region(region.contig, region.start, int(known[-1]) + 1)]
+    return []
+
+
+def _known(genome: Genome, contig: int, start: int, stop: int) -> Int64[np.ndarray, " n"]:
+    """Where in a contig's [start, stop) the bases are."""
+    return start + np.flatnonzero(BASE_INDEX[genome.bases(contig, start, stop)] != NO_BASE)
 
 
 def _codes(

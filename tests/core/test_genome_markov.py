@@ -99,6 +99,19 @@ def test_the_choice_of_the_order_does_not_see_what_is_held_out() -> None:
     assert all((a == b).all() for a, b in zip(orders[0].counts, orders[1].counts, strict=True))
 
 
+@pytest.mark.parametrize("unknown", [1000, 40_000])
+def test_unknown_letters_at_the_end_do_not_hide_the_order(unknown: int) -> None:
+    text = random_genome(40_000, period=300).bases(0, 0, 40_000).tobytes().decode()
+    genome = Genome.from_sequences({"a": text + "N" * unknown, "b": "N" * unknown})
+    model = best_markov(genome, [Region(0, 0, 40_000 + unknown), Region(1, 0, unknown)])
+    assert model.order == best_markov(Genome.from_sequences({"a": text}), [Region(0, 0, 40_000)]).order >= 4
+
+
+@pytest.mark.parametrize("text", ["A", "NNA", "ANNN", "ACGTACGTAN"])
+def test_a_part_too_short_to_choose_the_order_on_has_order_0(text: str) -> None:
+    assert best_markov(Genome.from_sequences({"a": text}), [Region(0, 0, len(text))]).order == 0
+
+
 def test_both_strands_count_alike() -> None:
     model = MarkovModel(0).count(Genome.from_sequences({"a": "AAACC"}), [Region(0, 0, 5)])
     assert model.counts[0].tolist() == [3, 2, 2, 3]
