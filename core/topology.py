@@ -74,6 +74,9 @@ class Grid:
         other. K/V heads replicated inside TP use it: with 2 heads on tp=4, the ranks along `tp%2` hold the
         same head, and those along `tp//2` different ones.
 
+        Raises:
+            ValueError: if `inner` does not divide the axis.
+
         >>> Grid(("tp",), (4,)).split_axis("tp", 2).group(3, "tp%2")
         (2, 3)
         """
@@ -205,7 +208,11 @@ class Topology:
         return self.dense.world_size
 
     def grid(self, axes: str | Iterable[str]) -> Grid:
-        """The grid that has all the named axes, refined where parts of axes are named."""
+        """The grid that has all the named axes, refined where parts of axes are named.
+
+        Raises:
+            ValueError: if neither grid has them all.
+        """
         names = _names(axes)
         for grid in (self.dense.refined(names), self.expert.refined(names)):
             if set(names) <= set(grid.axes):

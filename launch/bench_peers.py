@@ -22,7 +22,11 @@ from isozyme.launch.bench_problem import Built, Contender, Problem, three_stacks
 
 
 def mixtral_experts(problem: Problem, implementation: str) -> Built:
-    """`MixtralExperts` of the installed transformers (5 or later) with one of its implementations."""
+    """`MixtralExperts` of the installed transformers (5 or later) with one of its implementations.
+
+    Raises:
+        BackendError: if transformers is missing or older.
+    """
     modeling = optional_module("transformers.models.mixtral.modeling_mixtral", "transformers>=5")
     if not hasattr(modeling, "MixtralExperts"):
         raise BackendError("transformers has no MixtralExperts; it needs version 5 or later")
@@ -32,7 +36,11 @@ def mixtral_experts(problem: Problem, implementation: str) -> Built:
 
 
 def liger_experts(problem: Problem) -> Built:
-    """`LigerExperts` of the installed liger-kernel (0.8 or later): Triton grouped GEMMs that gather rows."""
+    """`LigerExperts` of the installed liger-kernel (0.8 or later): Triton grouped GEMMs that gather rows.
+
+    Raises:
+        BackendError: if liger-kernel is missing or older, or the problem is not on CUDA.
+    """
     swiglu = optional_module("liger_kernel.transformers.swiglu", "liger-kernel>=0.8")
     if not hasattr(swiglu, "LigerFusedMoEFunction"):
         raise BackendError("this liger-kernel has no fused MoE; 0.8 and later have one")
@@ -42,7 +50,11 @@ def liger_experts(problem: Problem) -> Built:
 
 
 def torchtitan_data_flow(problem: Problem) -> Built:
-    """Sort by expert, gather rows, grouped GEMMs for gate, up and down, weights last, scatter-add."""
+    """Sort by expert, gather rows, grouped GEMMs for gate, up and down, weights last, scatter-add.
+
+    Raises:
+        BackendError: in fp64, which torch's grouped GEMM does not multiply.
+    """
     if problem.dtype == torch.float64:
         raise BackendError("torch's grouped_mm does not multiply float64")
     stacked, down_weights = problem.weights.stacked_leaves()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -20,6 +19,7 @@ from isozyme.core.config import RunConfig
 from isozyme.core.errors import NonFiniteError
 from isozyme.launch.microbatches import Divisors, Sums, run_microbatches
 from isozyme.launch.recorded import Gradients, RecordedGradients
+from isozyme.launch.step_result import StepResult as StepResult
 from isozyme.launch.training_state import refuse_replaced
 from isozyme.models.stage import Overrides, Stage
 from isozyme.moe.expert_bias import update_expert_biases
@@ -37,35 +37,6 @@ class Updates(Protocol):
     def step(self, lr: float) -> None:
         """Update every parameter once from the reduced gradients."""
         ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """What one step did, the same on every rank."""
-
-    totals: StepTotals
-    loss: float
-    """Mean cross-entropy in nats over all valid labels of the step; NaN if it had none."""
-    aux_loss: float
-    """Mean balance loss over all windows, coefficient included."""
-    z_loss: float
-    """Mean router z-loss over all real tokens, coefficient included."""
-    grad_norm: float
-    """Global norm before clipping."""
-    clip: float
-    """What every gradient was multiplied by; 1.0 if nothing was clipped."""
-    routed: Int[Tensor, "L E"]
-    """Slots that chose each expert of each mixture-of-experts layer of the model, before capacity; on the
-    CPU."""
-    dropped: Int[Tensor, "L E"]
-    """Slots that capacity dropped; on the CPU."""
-    skipped: bool = False
-    """Whether no label of the step was valid, so that all ranks left the weights alone."""
-
-    @property
-    def bits_per_base(self) -> float:
-        """The loss in bits: `loss / ln 2`."""
-        return self.loss / math.log(2)
 
 
 def step_totals(local: StepTotals, groups: ProcessGroups, device: torch.device) -> StepTotals:
@@ -163,10 +134,11 @@ class TrainStep:
 
         Raises:
             NonFiniteError: on all ranks alike, before the update, if the loss or the gradient is not finite.
-            UsageError: before the update, if parameters of the model were replaced since the buffer was made.
+            UsageError: before the update, if parameters of the model were replaced since the buffer was made,
+                or if the step is to be recorded and these micro-batches cannot be (`RecordedGradients`).
         """
         if totals.valid_labels == 0:
-            return self._skip(totals)
+            return StepResult.without_labels(totals)
         if self._recorded is None:
             found = self._gradients(batches, Divisors.of(totals, batches[0].tokens.device), overrides)
         else:
@@ -179,19 +151,8 @@ class TrainStep:
         routed, dropped = found.counts.cpu().unbind(0)  # now: later it would wait for the update
         self._check_loss(loss, sums)
         norm = norm_of(self.buffer, squared)
-        if on_gradients is None and isinstance(self.optimizer, Optimizer):
-            coefficient = clip_coefficient(norm, self.clip)
-            self.optimizer.step(lr, coefficient)
-        else:
-            coefficient = clip_(self.buffer, norm, self.clip)
-            if on_gradients is not None:
-                on_gradients()
-            self.optimizer.step(lr)
-        if self._biased and self.expert_bias_rate:
-            own = sums.counts()[0].unbind(0)
-            update_expert_biases(self._biased, own, self.groups, rate=self.expert_bias_rate)
-        if self._lagged:
-            update_lagged_counts(self._lagged, sums.counts()[0].unbind(0), self.groups)
+        coefficient = self._update_weights(norm, lr, on_gradients)
+        self._update_buffers(sums)
         return StepResult(
             totals=totals,
             loss=loss[0] / totals.valid_labels,
@@ -256,6 +217,26 @@ class TrainStep:
             counts=world.all_reduce(self._in_whole_model(sums.counts())),
         )
 
+    def _update_weights(self, norm: float, lr: float, on_gradients: Callable[[], None] | None) -> float:
+        """Clip and update, in one pass if nobody looks at the gradients between; returns the coefficient."""
+        if on_gradients is None and isinstance(self.optimizer, Optimizer):
+            coefficient = clip_coefficient(norm, self.clip)
+            self.optimizer.step(lr, coefficient)
+            return coefficient
+        coefficient = clip_(self.buffer, norm, self.clip)
+        if on_gradients is not None:
+            on_gradients()
+        self.optimizer.step(lr)
+        return coefficient
+
+    def _update_buffers(self, sums: Sums) -> None:
+        """Move the balance biases, and note the counts for the next step, where routers have them."""
+        if self._biased and self.expert_bias_rate:
+            own = sums.counts()[0].unbind(0)
+            update_expert_biases(self._biased, own, self.groups, rate=self.expert_bias_rate)
+        if self._lagged:
+            update_lagged_counts(self._lagged, sums.counts()[0].unbind(0), self.groups)
+
     def _in_whole_model(self, counts: Int[Tensor, "2 L_own E_own"]) -> Int[Tensor, "2 L E"]:
         """This rank's counts at the places of its layers among those of all stages; zeros elsewhere."""
         stage = self.stage
@@ -281,21 +262,6 @@ class TrainStep:
                  "Not finite on", *lines]
             )
         )  # fmt: skip
-
-    def _skip(self, totals: StepTotals) -> StepResult:
-        """No valid label anywhere: nothing to learn from, on no rank."""
-        none = torch.zeros((0, 0), dtype=torch.int64)
-        return StepResult(
-            totals=totals,
-            loss=math.nan,
-            aux_loss=0.0,
-            z_loss=0.0,
-            grad_norm=0.0,
-            clip=1.0,
-            routed=none,
-            dropped=none,
-            skipped=True,
-        )
 
 
 _NAMES = ("cross-entropy", "aux_loss", "z_loss")

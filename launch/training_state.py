@@ -34,7 +34,11 @@ def training_state(
 
 
 def gradient_buffer(model: nn.Module, groups: ProcessGroups, config: OptimConfig) -> GradientBuffer:
-    """The gradient buffer alone; see `training_state`."""
+    """The gradient buffer alone; see `training_state`. All ranks call it together.
+
+    Raises:
+        ConfigError: if communication shall be overlapped, and the model does not say what its layers are.
+    """
     units: tuple[Unit, ...] = ()
     overlapped = [name for name in ("overlap_reduce", "overlap_gather") if getattr(config, name)]
     if config.sharded or overlapped:
@@ -68,7 +72,12 @@ def gradient_choice(buffer: GradientBuffer, config: OptimConfig) -> dict[str, st
 
 
 def optimizer_of(model: nn.Module, buffer: GradientBuffer, config: OptimConfig) -> Optimizer:
-    """The optimiser for a buffer that `gradient_buffer` made; see `training_state`."""
+    """The optimiser for a buffer that `gradient_buffer` made; see `training_state`.
+
+    Raises:
+        ConfigError: if gathers shall be overlapped, and the optimiser is not sharded.
+        BackendError: if the implementation that was named cannot run here.
+    """
     optimizer = make_optimizer(buffer, config)
     if config.overlap_gather:
         if not isinstance(optimizer, ShardedOptimizer):

@@ -117,6 +117,9 @@ def verify_families(
 
     Returns:
         The verdicts in the order of the families.
+
+    Raises:
+        ConfigError: if there are no workers.
     """
     if workers < 1:
         raise ConfigError(f"there must be a worker: --workers={workers}. Use 1 or more.")

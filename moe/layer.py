@@ -140,6 +140,9 @@ class MoELayer(nn.Module):
             positions: place of each token in its whole window, where CP does not cut it into contiguous
                 parts; only the capacity needs it.
             lagged_counts: the previous step's slots of each expert, for `aux_scope=global_lagged`.
+
+        Raises:
+            ConfigError: if the override belongs to other tokens.
         """
         windows, length = token_valid.shape
         flat = rearrange(tokens, "b s h -> (b s) h")

@@ -40,6 +40,9 @@ def window_counts(
     """Slots of each expert and real tokens in each window, summed over `group` (one all-reduce).
 
     `own` is what `count_choices` would give for these tokens, where somebody has counted already.
+
+    Raises:
+        ConfigError: if the tokens are not whole windows.
     """
     window_length(topk_ids.shape[0], windows)
     totals = count_choices(topk_ids, token_valid, windows, num_experts) if own is None else own
@@ -87,6 +90,9 @@ def balance_loss(
         lagged_counts: `[E]`, for `global_lagged`.
         own_counts: this rank's counts by `count_choices`, where they are known already.
         masked: whether the shares of padding are zero already.
+
+    Raises:
+        ConfigError: if the tokens are not whole windows.
     """
     experts, topk = shares.shape[-1], topk_ids.shape[-1]
     counts, tokens = window_counts(topk_ids, token_valid, windows, experts, group, own_counts)

@@ -71,7 +71,7 @@ class Router(PreciseBuffers):
         name: global canonical name of the router, such as `layers.3.moe.router`.
         hidden: H, the width of a token.
         groups: this rank's groups.
-        seed: seed of the model.
+        seed: seed of the model; None leaves the weight unset, for someone who fills it.
         init_std: standard deviation of the initial weight.
         device: where the weight lives.
         dtype: type of the weight; the expert bias is at least fp32.
@@ -179,11 +179,7 @@ class Router(PreciseBuffers):
             routing = Routing(topk_ids=ids, topk_probs=probs, kept=kept, num_experts=config.num_experts)
             stats = RouterStats(
                 aux_loss=self._balance_loss(choice, token_valid, windows, lagged_counts),
-                z_loss=(
-                    z_loss(choice.log_sum, token_valid, coefficient=config.z_loss)
-                    if choice.log_sum is not None
-                    else logits.new_zeros(())
-                ),
+                z_loss=self._z_loss(choice, token_valid),
                 routed=choice.counts[:, :-1].sum(dim=0),
                 dropped=(
                     ids.new_zeros(config.num_experts)
@@ -226,7 +222,11 @@ class Router(PreciseBuffers):
     def routing_flips(
         self, tokens: Float[Tensor, "T H"], token_valid: Bool[Tensor, "T"], override: Routing
     ) -> RoutingFlips:
-        """The tokens that would choose other experts than `override` did, with the gap of their scores."""
+        """The tokens that would choose other experts than `override` did, with the gap of their scores.
+
+        Raises:
+            ConfigError: if the override belongs to other tokens.
+        """
         self._check_override(override, tokens.shape[0])
         log_score = log_scores(self.logits(tokens, token_valid), self.config.score)
         selection = selection_scores(log_score, self.expert_bias)
@@ -255,6 +255,11 @@ class Router(PreciseBuffers):
             own_counts=choice.counts,
             masked=True,
         )
+
+    def _z_loss(self, choice: _Choice, token_valid: Bool[Tensor, "T"]) -> Float[Tensor, ""]:
+        if choice.log_sum is None:
+            return choice.shares.new_zeros(())
+        return z_loss(choice.log_sum, token_valid, coefficient=self.config.z_loss)
 
     def _check_override(self, override: Routing, num_tokens: int) -> None:
         config = self.config

@@ -145,7 +145,11 @@ def load_tensors(
     allow_extra: bool,
     cast: bool,
 ) -> None:
-    """Fill tensors from an index whose files were verified: the second half of loading `subject`."""
+    """Fill tensors from an index whose files were verified: the second half of loading `subject`.
+
+    Raises:
+        CheckpointError: on all ranks alike if checkpoint and tensors do not fit; every misfit is listed.
+    """
     world, wanted = groups.world, list(tensors)
     everybody = {name for names in world.all_gather_object([name for name, _, _ in wanted]) for name in names}
     extra = [] if allow_extra else sorted(set(index.tensors) - everybody)

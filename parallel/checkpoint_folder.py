@@ -65,6 +65,9 @@ def prune(root: Path | str, keep: int) -> list[Path]:
 
     Returns:
         The folders of the checkpoints that were deleted.
+
+    Raises:
+        CheckpointError: if none is to be kept.
     """
     root = Path(root)
     if keep < 1:

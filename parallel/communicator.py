@@ -78,6 +78,9 @@ class Communicator(ABC):
 
         Returns:
             `[sum(sizes), ...]`. Bytes received: the rows of the others.
+
+        Raises:
+            ValueError: if the sizes are not one for each rank, or this rank's is not n.
         """
         result: Tensor = self.all_gather_async(tensor, sizes).wait()
         return result
@@ -110,7 +113,12 @@ class Communicator(ABC):
     def reduce_scatter(
         self, tensor: Tensor, sizes: Sequence[int] | None = None, op: ReduceOp = "sum"
     ) -> Tensor:
-        """The sum over ranks of `tensor` `[sum(sizes), ...]`; each rank gets its own `sizes[rank]` rows."""
+        """The sum over ranks of `tensor` `[sum(sizes), ...]`; each rank gets its own `sizes[rank]` rows.
+
+        Raises:
+            ValueError: if the sizes are not one for each rank, or not those of the rows; without sizes, if
+                the ranks do not divide the rows.
+        """
         result: Tensor = self.reduce_scatter_async(tensor, sizes, op).wait()
         return result
 

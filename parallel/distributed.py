@@ -99,7 +99,11 @@ class TorchWorld:
         self._timeout = timeout
 
     def split(self, name: str, partition: Sequence[tuple[int, ...]]) -> Communicator:
-        """The communicator of this rank's part. Every rank calls it with the same partition of all ranks."""
+        """The communicator of this rank's part. Every rank calls it with the same partition of all ranks.
+
+        Raises:
+            ValueError: if the partition lacks this rank.
+        """
         mine: Communicator | None = None
         for part in partition:
             if len(part) == 1:

@@ -60,6 +60,7 @@ class GradientBuffer:
     Raises:
         ConfigError: if `bucket_bytes` is not positive.
         UsageError: if a parameter belongs to another gradient buffer already.
+        ValueError: if parameters break a rule of `isozyme.parallel.grad_packing.pack`.
         CommunicationError: if the ranks that sum together do not have the same parameters.
     """
 
@@ -130,9 +131,8 @@ class GradientBuffer:
         forget(self._parameters)
         self._reduced = False
         self._step.number = self._steps = self._steps + 1
-        self._ready.clear()
-        self._passes_left.clear()
-        self._pending.clear()
+        for kept in (self._ready, self._passes_left, self._pending):
+            kept.clear()
         self.peaks.clear()
 
     def settle(self) -> None:
@@ -144,6 +144,9 @@ class GradientBuffer:
 
         Reductions start in the order of `buckets` whatever the order of these calls: a bucket waits for those
         before it. Calling it is optional; `reduce()` starts what has not been started.
+
+        Raises:
+            UsageError: after `reduce()`, for a bucket that does not exist, and for one that was ready before.
         """
         self._must_be_open(f"ready({bucket})")
         if not 0 <= bucket < len(self.buckets):
@@ -161,7 +164,7 @@ class GradientBuffer:
         `reduce()`.
 
         Raises:
-            UsageError: if there are several, and gradients are kept as computed.
+            UsageError: after `reduce()`, or if there are several, and gradients are kept as computed.
         """
         self._must_be_open(f"expect({passes})")
         narrow = [group.name for group in self.flat if group.narrow]

@@ -52,9 +52,9 @@ def pack(
 ) -> tuple[tuple[FlatGroup, ...], tuple[Bucket, ...]]:
     """Allocate zeroed flat groups for all parameters that require a gradient, and cut them into buckets.
 
-    Groups are ordered by replicas, grid, dtypes and device; within a group parameters keep the order given,
-    except that views of one storage are placed together, in the order of their offset. Units move nothing:
-    they only cut.
+    Groups are ordered by replicas, grid, dtypes, device and `written_wide`; within a group parameters keep
+    the order given, except that views of one storage are placed together, in the order of their offset. Units
+    move nothing: they only cut.
 
     Args:
         parameters: each with a spec.

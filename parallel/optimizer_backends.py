@@ -1,8 +1,8 @@
 """The arithmetic of AdamW: our, Transformer Engine's, apex's or torch's kernel behind one interface.
 
 All of them update the same tensors in place: masters, and moments that the optimiser owns. So moments can be
-saved and loaded without asking which kernel was used. Transformer Engine's also rounds masters into
-parameters of lower precision in the same pass, which saves reading them again.
+saved and loaded without asking which kernel was used. Ours and Transformer Engine's also round masters into
+parameters of lower precision in the same pass, which saves reading them again; ours clips in it as well.
 """
 
 from __future__ import annotations

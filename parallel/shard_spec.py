@@ -67,7 +67,11 @@ class ShardSpec:
         return pair * (topology.size(axes) if axes else 1)
 
     def slices(self, topology: Topology, rank: int) -> tuple[slice, ...]:
-        """The part of the global tensor that `rank` holds."""
+        """The part of the global tensor that `rank` holds.
+
+        Raises:
+            ValueError: if an axis does not divide the dim that is split over it.
+        """
         parts = [slice(0, size) for size in self.global_shape]
         for dim, axis in self.split:
             count, whole = topology.size(axis), self.global_shape[dim]

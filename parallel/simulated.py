@@ -84,7 +84,8 @@ def simulate(
     Raises:
         CommunicationError: if ranks disagree about a call, all wait for each other, a rank returns while
             others wait for it or before it has waited for a call that it started, or a buffer is changed
-            while a call is under way.
+            while a call is under way; also if a simulated rank calls it.
+        ValueError: if there is no rank.
         Exception: whatever a rank raises, as it is; the others are stopped.
 
     >>> import torch

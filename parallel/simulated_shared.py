@@ -140,7 +140,12 @@ class Shared:
         self._returned: set[int] = set()
 
     def split(self, rank: int, number: int, name: str, partition: list[tuple[int, ...]]) -> list[Group]:
-        """The groups of the `number`-th split, which must be the same on all ranks."""
+        """The groups of the `number`-th split, which must be the same on all ranks.
+
+        Raises:
+            ValueError: if the partition does not name every rank once.
+            CommunicationError: if another rank has split otherwise.
+        """
         self.baton.check()
         everyone = list(range(len(self.records)))
         if sorted(member for part in partition for member in part) != everyone:
@@ -219,7 +224,11 @@ class Shared:
             )
 
     def check_finished(self, rank: int) -> None:
-        """A rank returns: it must have waited for everything that it started."""
+        """A rank returns: it must have waited for everything that it started.
+
+        Raises:
+            CommunicationError: if it has not.
+        """
         for post in self._open[rank]:
             raise CommunicationError(
                 f"a call that was started must be waited for: rank={rank}, group={post.where()}; "
@@ -228,7 +237,11 @@ class Shared:
         self._returned.add(rank)
 
     def check_splits_complete(self) -> None:
-        """The run is over: every rank must have made every split."""
+        """The run is over: every rank must have made every split.
+
+        Raises:
+            CommunicationError: if one has not.
+        """
         fewest = min(range(len(self._split_calls)), key=self._split_calls.__getitem__)
         if self._split_calls[fewest] != len(self._splits):
             raise CommunicationError(

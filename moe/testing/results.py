@@ -5,7 +5,7 @@ Each takes what was given and what was seen; none knows the dispatcher. The name
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -33,36 +33,37 @@ def an_output_is_like_its_input(world: World, run: Run) -> None:
 
 def outputs_equal_the_dense_loop(world: World, run: Run, expected: Expected) -> None:
     """Each token gets what its own experts make of it."""
-    for rank, seen in enumerate(run.seen):
-        found = difference("token", rank, seen.out, expected.out, world.torch_dtype)
-        if found is not None:
-            raise Violation("outputs_equal_the_dense_loop", found)
+    found = (seen.out for seen in run.seen)
+    _equal("outputs_equal_the_dense_loop", "token", found, expected.out, world)
 
 
 def token_gradients_equal_the_dense_loop(world: World, run: Run, expected: Expected) -> None:
     """The gradient of a token is the sum over its kept slots, once each."""
-    for rank, seen in enumerate(run.seen):
-        found = difference("token", rank, seen.token_grads, expected.token_grads, world.torch_dtype)
-        if found is not None:
-            raise Violation("token_gradients_equal_the_dense_loop", found)
+    found = (seen.token_grads for seen in run.seen)
+    _equal("token_gradients_equal_the_dense_loop", "token", found, expected.token_grads, world)
 
 
 def weight_gradients_equal_the_dense_loop(world: World, run: Run, expected: Expected) -> None:
     """The gradient of a combine weight; zero for a dropped slot."""
-    for rank, seen in enumerate(run.seen):
-        found = difference(
-            "the weights of token", rank, seen.weight_grads, expected.weight_grads, world.torch_dtype
-        )
-        if found is not None:
-            raise Violation("weight_gradients_equal_the_dense_loop", found)
+    found = (seen.weight_grads for seen in run.seen)
+    _equal(
+        "weight_gradients_equal_the_dense_loop", "the weights of token", found, expected.weight_grads, world
+    )
 
 
 def expert_gradients_equal_the_dense_loop(world: World, run: Run, expected: Expected) -> None:
     """The gradient of each local expert is the sum over all tokens of its group."""
-    for rank, seen in enumerate(run.seen):
-        found = difference("local expert", rank, seen.expert_grads, expected.expert_grads, world.torch_dtype)
-        if found is not None:
-            raise Violation("expert_gradients_equal_the_dense_loop", found)
+    found = (seen.expert_grads for seen in run.seen)
+    _equal("expert_gradients_equal_the_dense_loop", "local expert", found, expected.expert_grads, world)
+
+
+def _equal(
+    claim: str, what: str, by_rank: Iterable[Tensor | None], wanted: Sequence[Tensor], world: World
+) -> None:
+    for rank, found in enumerate(by_rank):
+        wrong = difference(what, rank, found, wanted, world.torch_dtype)
+        if wrong is not None:
+            raise Violation(claim, wrong)
 
 
 def empty_experts_get_zero_gradients(world: World, run: Run) -> None:
