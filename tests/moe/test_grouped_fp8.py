@@ -238,7 +238,7 @@ def trained(module: Experts) -> list[Tensor]:
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.data.sub_(parameter.main_grad)  # type: ignore[arg-type]
-        found.append(module.on_arrival(arrival).detach())
+    found.append(module.on_arrival(arrival).detach())
     buffer.close()
     return found
 
@@ -262,7 +262,23 @@ def test_neither_kept_weights_nor_delayed_gradients_change_a_bit(
     for one, other in zip(trained(module), want, strict=True):
         assert torch.equal(one, other)
     assert passes.count("run_quantize_transposed") == 2 * 2, "two stacks in each of two steps"
-    assert passes.count("run_quantize_weights") == 2 * (2 + 2), "and once more outside of each step"
+    assert passes.count("run_quantize_weights") == 2 * 2 + 2, "and once more outside of them"
+
+
+def test_kept_weights_are_made_anew_where_something_writes_the_weights_within_a_step() -> None:
+    module, anew = experts(cache_quantized=True), experts()
+    buffer = GradientBuffer(module.parameters(), ProcessGroups(Topology(Layout()), SingleWorld()))
+    buffer.zero()
+    arrival = dataclasses.replace(draw(9, 2, 1)[0], rows=torch.randn(9, HIDDEN).bfloat16())
+    before = module.on_arrival(arrival)
+    assert torch.equal(before, anew.on_arrival(arrival))
+    with torch.no_grad():
+        for each in (module, anew):
+            each.weights.down[0].mul_(2)
+    after = module.on_arrival(arrival)
+    assert not torch.equal(after, before)
+    assert torch.equal(after, anew.on_arrival(arrival))
+    buffer.close()
 
 
 def test_a_rank_without_rows_takes_part_and_a_hot_rank_agrees_with_one_that_holds_all() -> None:

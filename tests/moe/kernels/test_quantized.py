@@ -84,16 +84,18 @@ def test_scattered_rows_codes_scales_and_weights_equal_the_twins(
     assert [x.shape for x in found] == [x.shape for x in want]
 
 
-def test_a_scattered_row_that_is_not_finite_says_so(device: str) -> None:
+def test_a_scattered_row_that_is_not_finite_says_so_and_one_of_zeros_is_zero(device: str) -> None:
     tokens = exact((6, 32), device)
-    tokens[1, 3], tokens[4, 0] = torch.nan, -torch.inf
+    tokens[1, 3], tokens[4, 0], tokens[2] = torch.nan, -torch.inf, 0.0
     slot_row, filled = torch.arange(6, dtype=torch.int32, device=device)[:, None], 6
     found = launch_scatter_quantized(tokens, None, slot_row, filled, False)
     want = scatter_quantized_twin(tokens, None, slot_row, filled, False)
     same(found[1:2], want[1:2])
     if device == "cuda":
         same(found[:1], want[:1])
-    whole = dequantize_rows(found[0], found[1]).sum(dim=1).isfinite()
+    rows = dequantize_rows(found[0], found[1])
+    whole = rows.sum(dim=1).isfinite()
+    assert (rows[2] == 0).all()
     assert whole.tolist() == [True, False, True, True, False, True]
 
 
