@@ -136,6 +136,15 @@ def test_ranks_together_make_the_step_of_one_rank(dp: int, ep: int) -> None:
 
 
 @UNCHECKED
+def test_ranks_that_share_windows_count_every_loss_once() -> None:
+    expected, _ = Trial().run()
+    for result in simulate(4, lambda world: Trial("layout.tp=2", "layout.cp=2", world=world).run()[0]):
+        for name in ("loss", "aux_loss", "z_loss", "grad_norm", "clip"):
+            assert getattr(result, name) == pytest.approx(getattr(expected, name), rel=1e-10), name
+        assert (result.routed == expected.routed).all()
+
+
+@UNCHECKED
 @pytest.mark.parametrize(("dp", "ep", "tp"), [(4, 2, 1), (2, 2, 2)])
 def test_the_balance_loss_refers_to_the_step_before_on_all_ranks_alike(dp: int, ep: int, tp: int) -> None:
     lagged = ("model.moe.router.aux_scope=global_lagged", "model.moe.router.aux_loss=0.5")
