@@ -44,7 +44,7 @@ class Order:
     overrides: Sequence[str]
     contender: str
     """A backend of the registry, or one of `PEERS`."""
-    routing: str | None
+    routing: str | None = None
     """What our routers are made to choose (`isozyme.launch.bench_routing`); None for their own choice."""
     warm_up: int
     steps: int
