@@ -83,7 +83,7 @@ def document_lengths(documents: Int[Tensor, "B S"]) -> tuple[tuple[int, ...], ..
 class StepTotals:
     """Counts over a whole optimiser step: all micro-batches of all ranks, known before the first forward.
 
-    Losses are sums and are divided by these once, so that neither the layout nor the split into
+    Losses are sums and are divided by the first three once, so that neither the layout nor the split into
     micro-batches changes a gradient.
     """
 
@@ -92,3 +92,5 @@ class StepTotals:
     """Windows with at least one real token: the divisor of the balance loss."""
     real_tokens: int
     """Tokens that are not padding: the divisor of the z-loss."""
+    packed_windows: int = 0
+    """Windows of several documents, whose lengths the host must know: a step with any is not replayed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 from jaxtyping import Int
@@ -73,15 +73,15 @@ class Divisors:
         """The counts of a step; nothing is copied from the host."""
         return Divisors(
             **{
-                name: torch.full((), value, dtype=torch.float64, device=device)
-                for name, value in asdict(totals).items()
+                each.name: torch.full((), getattr(totals, each.name), dtype=torch.float64, device=device)
+                for each in fields(Divisors)
             }
         )
 
     def fill_(self, totals: StepTotals) -> None:
         """Take the counts of another step."""
-        for name, value in asdict(totals).items():
-            getattr(self, name).fill_(value)
+        for each in fields(self):
+            getattr(self, each.name).fill_(getattr(totals, each.name))
 
 
 def total_loss(output: ModelOutput, divisors: Divisors) -> Tensor | None:

@@ -45,6 +45,9 @@ MakeGradients = Callable[[Sequence[Batch], Divisors], Gradients]
 class RecordedGradients:
     """Makes gradients by replaying a recorded step.
 
+    A step in which some rank has a window of several documents runs as always, on all ranks: its kernels are
+    launched by the lengths of the documents.
+
     Results lie in memory that the next step overwrites. Recording takes the memory of one step's activations,
     until `close`. Other shapes than before are recorded anew.
 
@@ -75,24 +78,24 @@ class RecordedGradients:
         """The gradients of a step, in the buffer, and what belongs to them.
 
         Raises:
-            UsageError: if windows are packed, routings shall be replayed, or something cannot be recorded.
+            UsageError: if routings shall be replayed, a batch wrongly says that it is packed, or something
+                cannot be recorded.
         """
         if overrides is not None:
             raise UsageError(
                 "a recorded step routes by itself: routing overrides need train.cuda_graph=false."
             )
-        if any(batch.packed for batch in batches):
+        if any(batch.packed for batch in batches) and not totals.packed_windows:
             raise UsageError(
-                "a recorded step takes windows of one document each, as kernels for packed ones are launched "
-                "by the lengths of the documents: train.cuda_graph=true, Batch.packed=True. Set "
-                "train.cuda_graph=false, or choose data.window so that windows lie within one sequence."
+                "to replay a step it must be known that each window is one document: Batch.packed=True, and "
+                "no window of the step has several (StepTotals.packed_windows=0). Make batches with "
+                "packed=False, or set train.cuda_graph=false."
             )
         key = tuple(tuple(batch.tokens.shape) for batch in batches)
         here = torch.cuda.current_stream()
         self._stream.wait_stream(here)
         try:
-            if self._eager.setdefault(key, 0) < EAGER_STEPS:
-                self._eager[key] += 1
+            if totals.packed_windows or self._is_early(key):
                 with torch.cuda.stream(self._stream):
                     return self._make(batches, Divisors.of(totals, batches[0].tokens.device))
             if key not in self._recordings:
@@ -101,6 +104,12 @@ class RecordedGradients:
                 return self._recordings[key].replay(batches, totals, self._buffer)
         finally:
             here.wait_stream(self._stream)
+
+    def _is_early(self, key: _Shapes) -> bool:
+        """Count a step; whether it comes before the recording of its shapes."""
+        done = self._eager.get(key, 0)
+        self._eager[key] = min(done + 1, EAGER_STEPS)
+        return done < EAGER_STEPS
 
     def close(self) -> None:
         """Destroy the recordings. Communicators come after: NCCL waits until no graph uses them any more."""

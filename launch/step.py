@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -48,9 +49,9 @@ def step_totals(local: StepTotals, groups: ProcessGroups, device: torch.device) 
         groups: this rank's groups.
         device: one that the communicators can send from.
     """
-    counts = torch.tensor([local.valid_labels, local.windows, local.real_tokens], device=device)
-    valid, windows, real = groups["dp"].all_reduce(counts).tolist()
-    return StepTotals(valid_labels=valid, windows=windows, real_tokens=real)
+    counts = torch.tensor(list(asdict(local).values()), device=device)
+    names = (field.name for field in fields(StepTotals))
+    return StepTotals(**dict(zip(names, groups["dp"].all_reduce(counts).tolist(), strict=True)))
 
 
 class TrainStep:

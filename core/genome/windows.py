@@ -139,12 +139,16 @@ class HeldOutWindows:
 
 def totals_of(batches: Iterable[Batch]) -> StepTotals:
     """The counts of some batches together."""
-    valid_labels = windows = real_tokens = 0
+    valid_labels = windows = real_tokens = packed = 0
     for batch in batches:
         valid_labels += int(batch.label_valid.sum())
         windows += int(batch.token_valid.any(dim=1).sum())
         real_tokens += int(batch.token_valid.sum())
-    return StepTotals(valid_labels=valid_labels, windows=windows, real_tokens=real_tokens)
+        if batch.packed:
+            packed += int((batch.documents != batch.documents[:, :1]).any(dim=1).sum())
+    return StepTotals(
+        valid_labels=valid_labels, windows=windows, real_tokens=real_tokens, packed_windows=packed
+    )
 
 
 def _collate(windows: list[tuple[UInt8[np.ndarray, " _"], Int64[np.ndarray, " _"]]], window: int) -> Batch:

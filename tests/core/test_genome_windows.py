@@ -283,6 +283,8 @@ def test_totals_of_a_step_are_those_of_its_batches(genome: Genome) -> None:
     assert totals == totals_of([sampler.batch(indices[:30]), sampler.batch(indices[30:])])
     assert (totals.windows, totals.real_tokens) == (80, 80 * 64)
     assert totals.valid_labels < totals.real_tokens
+    several = [len(set(sampler.batch([index]).documents[0].tolist())) > 1 for index in indices]
+    assert totals.packed_windows == sum(several) > 0
 
 
 def test_the_place_says_what_the_window_covers(genome: Genome) -> None:

@@ -90,6 +90,9 @@ def windows(number: int, replica: int, size: int, micro_batch: int) -> Iterator[
         batch = random_batch(micro_batch, LENGTH, VOCABULARY, seed, token_valid=real, label_valid=valid)
         if number % 2:  # a skewed routing
             batch = replace(batch, tokens=batch.tokens % 3)
+        if number == STEPS - 2 and replica == part == 0:  # two documents on one rank: not replayed on any
+            batch = replace(batch, documents=(torch.arange(LENGTH) > 50).long().expand(micro_batch, -1))
+            batch = replace(batch, packed=True)
         yield batch
 
 

@@ -156,10 +156,25 @@ def test_inputs_are_copied_so_that_those_of_the_caller_stay_as_they_are(program:
     assert all(torch.equal(batch.tokens, kept) for batch, kept in zip(first, before, strict=True))
 
 
+def test_a_step_with_packed_windows_runs_as_always_whichever_rank_has_them(program: Program) -> None:
+    gradients = made_by(program)
+    for number in range(EAGER_STEPS + 4):
+        batches, totals = inputs(number)
+        if number in (1, EAGER_STEPS + 2):
+            totals = replace(totals, packed_windows=1)
+        if number == EAGER_STEPS + 2:
+            batches = [replace(batch, packed=True) for batch in batches]
+        expected = program.compute(batches, recorded.Divisors.of(totals, torch.device("cpu"))).numbers
+        assert torch.equal(gradients(batches, totals).numbers, expected), number
+    assert (program.eager, program.recorded) == (EAGER_STEPS + 2, 1)
+
+
 def test_what_cannot_be_replayed_is_refused(program: Program) -> None:
     gradients = made_by(program)
     batches, totals = inputs(0)
-    with pytest.raises(UsageError, match="windows of one document each"):
+    with pytest.raises(
+        UsageError, match=r"Batch\.packed=True, and no window .*Make batches with packed=False"
+    ):
         gradients([replace(batch, packed=True) for batch in batches], totals)
     with pytest.raises(UsageError, match=r"routing overrides need train.cuda_graph=false"):
         gradients(batches, totals, [[]])
