@@ -9,11 +9,14 @@ CPU generator also keeps only 32 bits of a seed, so that among millions of rows 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -47,6 +50,28 @@ def name_key(seed: int, name: str, index: int) -> int:
     return int.from_bytes(digest, "little")
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Rows:
+    """The normal numbers at each index of `init_dim`."""
+
+    key_of: Callable[[int], int]
+    shape: tuple[int, ...]
+    """Of a whole row."""
+    within: tuple[slice, ...]
+    """The part of a row that is wanted."""
+
+    def draw(self, out: npt.NDArray[np.float32], places: range) -> None:
+        """Fill some rows of `out`."""
+        # A generator made for each row would give the same numbers, and ask the system for entropy each time.
+        bits = np.random.Philox(key=0)
+        generator, state = np.random.Generator(bits), bits.state
+        for place in places:
+            key = self.key_of(place)
+            state["state"]["key"][:] = key % _WORD, key // _WORD
+            bits.state = state
+            out[place] = generator.standard_normal(self.shape, dtype=np.float32)[self.within]
+
+
 def initial_shard(
     *,
     name: str,
@@ -75,24 +100,17 @@ def initial_shard(
     shape = tuple(part.stop - part.start for part in slices)
     if init.kind == "constant":
         return torch.full(shape, init.value, dtype=torch.float32)
-    row_shape = global_shape[:init_dim] + global_shape[init_dim + 1 :]
     within = slices[:init_dim] + slices[init_dim + 1 :]
     out = np.empty((shape[init_dim], *(part.stop - part.start for part in within)), dtype=np.float32)
-
-    def draw(rows: range) -> None:
-        # A generator made for each row would give the same numbers, and ask the system for entropy each time.
-        bits = np.random.Philox(key=0)
-        generator, state = np.random.Generator(bits), bits.state
-        for place in rows:
-            key = name_key(seed, name, slices[init_dim].start + place)
-            state["state"]["key"][:] = key % _WORD, key // _WORD
-            bits.state = state
-            out[place] = generator.standard_normal(row_shape, dtype=np.float32)[within]
-
+    rows = _Rows(
+        key_of=lambda place: name_key(seed, name, slices[init_dim].start + place),
+        shape=global_shape[:init_dim] + global_shape[init_dim + 1 :],
+        within=within,
+    )
     workers = min(torch.get_num_threads(), -(-out.size // _THREAD_ELEMENTS))
     if workers <= 1:
-        draw(range(len(out)))
+        rows.draw(out, range(len(out)))
     else:  # each row has a generator of its own, so the threads' order changes nothing
         with ThreadPoolExecutor(workers) as pool:
-            list(pool.map(draw, (range(first, len(out), workers) for first in range(workers))))
+            list(pool.map(partial(rows.draw, out), (range(n, len(out), workers) for n in range(workers))))
     return torch.from_numpy(out).mul_(init.value).movedim(0, init_dim).contiguous()

@@ -6,6 +6,7 @@ What all layers share (rotation, kernel, documents) is made once a micro-batch, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from einops import rearrange
@@ -150,9 +151,11 @@ class Attention(nn.Module):
             rearrange(to_sequence(rows, self.tp), "b s (n d) -> b s n d", d=self.head_width)
             for rows in together(x, self.q, self.k, self.v)
         )
-
-        def core(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor]:
-            return (context.mix(rotate(q, context.rotation), rotate(k, context.rotation), v),)
-
+        core = partial(_core, context)
         (mixed,) = recompute(core, (q, k, v)) if self.recompute else core(q, k, v)
         return self.output(from_sequence(rearrange(mixed, "b s n d -> b s (n d)"), self.tp))
+
+
+def _core(context: Context, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor]:
+    """What `recompute` makes again: the rotation and the mixing."""
+    return (context.mix(rotate(q, context.rotation), rotate(k, context.rotation), v),)

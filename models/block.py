@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 from jaxtyping import Bool, Float, Int
@@ -76,21 +77,18 @@ class Block(nn.Module):
             routing_override: expert choices to replay, for a mixture-of-experts layer.
             places: where in its whole window each token stands, if context-parallel ranks share the windows.
         """
-
-        def run(x: Tensor, override: Routing | None) -> tuple[Float[Tensor, "B P H"], MoEOutput | None]:
-            return self._run(x, context, token_valid, override, places)
-
+        run = partial(self._run, context, token_valid, places)
         if self.recompute:
             return recomputed_layer(run, x, routing_override, tuple(self.parameters()))
         return run(x, routing_override)
 
     def _run(
         self,
-        x: Float[Tensor, "B P H"],
         context: Context,
         token_valid: Bool[Tensor, "B P"],
-        routing_override: Routing | None,
         places: Int[Tensor, "B P"] | None,
+        x: Float[Tensor, "B P H"],
+        routing_override: Routing | None,
     ) -> tuple[Float[Tensor, "B P H"], MoEOutput | None]:
         x = x + self.attention(self.attention_norm(x), context)
         normed = self.mlp_norm(x)

@@ -131,10 +131,7 @@ class AdamW:
 
 def _torch(slots: Sequence[Slot], config: OptimConfig) -> tuple[AdamW, str]:
     fused = all(slot.master.device.type in ("cpu", "cuda") for slot in slots)
-
-    def build(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(groups, **settings, fused=fused)
-
+    build = partial(torch.optim.AdamW, fused=fused)
     return AdamW(build, slots, config, step_in_group=False), f"torch.optim.AdamW(fused={fused})"
 
 

@@ -39,16 +39,10 @@ def loop_experts(
     torch's, and backward leaves the weights' gradients there.
     """
     counts, real = dispatched.counts_on_host(), dispatched.num_rows
-
-    def product(x: Tensor, weight: Tensor, stack: int, expert: int) -> Tensor:
-        if delayed is None:
-            return linear(x, weight)
-        late: Tensor = _DelayedLinear.apply(x, weight, delayed, stack, expert)  # type: ignore[no-untyped-call]
-        return late
-
+    product = partial(_product, linear, delayed)
     results = [
         through_swiglu(
-            product(x, w_gate_up, 0, expert),
+            product(x, w_gate_up, stack=0, expert=expert),
             p,
             x.dtype,
             partial(product, weight=w_down, stack=1, expert=expert),
@@ -65,6 +59,21 @@ def loop_experts(
         )
     ]
     return fill_rows(torch.cat(results), rows.shape[0])
+
+
+def _product(
+    linear: Callable[..., Tensor],
+    delayed: DelayedGradients | None,
+    x: Tensor,
+    weight: Tensor,
+    *,
+    stack: int,
+    expert: int,
+) -> Tensor:
+    if delayed is None:
+        return linear(x, weight)
+    late: Tensor = _DelayedLinear.apply(x, weight, delayed, stack, expert)  # type: ignore[no-untyped-call]
+    return late
 
 
 class _DelayedLinear(torch.autograd.Function):
