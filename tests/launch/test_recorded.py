@@ -180,6 +180,15 @@ def test_what_cannot_be_replayed_is_refused(program: Program) -> None:
         gradients(batches, totals, [[]])
 
 
+def test_parameters_that_were_frozen_are_refused_by_a_replay_too(program: Program) -> None:
+    gradients = made_by(program)
+    for number in range(EAGER_STEPS + 1):
+        gradients(*inputs(number))
+    gradients._buffer.segments[0].parameter.requires_grad_(False)
+    with pytest.raises(UsageError, match="requires_grad=False for 1 of them"):
+        gradients(*inputs(0))
+
+
 @pytest.mark.parametrize(
     ("error", "kind", "message"),
     [

@@ -88,6 +88,25 @@ def test_the_split_into_micro_batches_changes_no_gradient_and_no_weight() -> Non
     assert one.clip < 1
 
 
+def test_the_optimiser_gets_the_coefficient_that_gradients_would_be_clipped_by() -> None:
+    """AdamW hardly sees the scale of gradients, unless it changes: each step is clipped by another number."""
+
+    def train(clip: float, in_place: bool) -> dict[str, Tensor]:
+        trial = Trial(f"optim.clip={clip}")
+        for number in range(3):
+            batches = trial.batches(number)
+            totals = step_totals(totals_of(batches), trial.groups, CPU)
+            trial.step(batches, totals, 0.05, on_gradients=(lambda: None) if in_place else None)
+        return weights(trial.model)
+
+    clipped = train(0.1, in_place=True)
+    assert_same(train(0.1, in_place=False), clipped)
+    apart = train(0.0, in_place=False)
+    assert any((apart[name] - clipped[name]).abs().max() > 1e-4 for name in clipped), (
+        "a test must be able to fail"
+    )
+
+
 def test_parameters_that_were_replaced_are_refused_before_an_update() -> None:
     trial = Trial()
     before = {name: tensor.clone() for name, tensor in trial.model.state_dict().items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from safetensors.torch import load_file
 
 from isozyme.core.errors import CheckpointError, ConfigError, DataError, NonFiniteError
-from isozyme.launch import start
+from isozyme.launch import start, trainer
 from isozyme.launch.environment import ALONE
 from isozyme.launch.evaluate import evaluate_file
 from isozyme.launch.step import TrainStep
@@ -282,6 +283,24 @@ def test_weights_that_hold_nan_are_not_scored(tmp_path: Path, fasta: Path) -> No
 
     with pytest.raises(NonFiniteError, match=r"its sum over [\d,]+ labels is nan"):
         run(tmp_path / "out", fasta, "train.steps=1", factory=spoiled)
+
+
+@UNCHECKED
+def test_after_a_skipped_step_the_next_trains_on_its_own_windows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sparse = tmp_path / "sparse.fa"
+    sparse.write_text(
+        f">one\n{''.join(letters(130, seed) + 'N' * 200 for seed in range(12))}{letters(400)}\n"
+    )
+    settings = ("train.global_batch=1", "train.micro_batch=1", "train.steps=12")
+    run(tmp_path / "ahead", sparse, *settings)
+    monkeypatch.setattr(trainer._Loop, "_prepare_ahead", lambda *_: None)
+    run(tmp_path / "each", sparse, *settings)
+    assert losses(tmp_path / "ahead") == losses(tmp_path / "each")
+    skipped = [loss is None for _, loss, _ in losses(tmp_path / "each")]
+    assert any(before and not after for before, after in pairwise(skipped))
+    assert any(after and not before for before, after in pairwise(skipped))
 
 
 @UNCHECKED
