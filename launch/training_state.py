@@ -98,7 +98,8 @@ def refuse_replaced(model: nn.Module, buffer: GradientBuffer) -> None:
         raise UsageError(
             "a gradient buffer serves the parameters that it was made with: "
             f"{len(strange)} of the model's are others, such as {strange[0]} (load_state_dict(assign=True) "
-            "replaces parameters). Load with assign=False, or before the training state is made."
+            "replaces parameters), or were frozen then. Load with assign=False, and replace and unfreeze "
+            "before the training state is made."
         )
 
 
