@@ -22,7 +22,12 @@ from torch import Tensor
 
 from isozyme.moe.experts.arrived import no_rows
 from isozyme.moe.experts.delayed import DelayedGradients
-from isozyme.moe.experts.grouped_mm_fused import down_gradient, gate_up_gradient, most_rows
+from isozyme.moe.experts.grouped_mm_fused import (
+    down_gradient,
+    gate_up_gradient,
+    most_rows,
+    refuse_repeated,
+)
 from isozyme.moe.experts.step_of_weights import StepOfWeights
 from isozyme.moe.experts.storage import ExpertWeights, members
 from isozyme.moe.kernels import direct
@@ -167,10 +172,14 @@ def grouped_fp8_experts(
 
     With `delayed`, the operands of the weights' gradients live until those are computed. `kept` must be of
     these very weights.
+
+    Raises:
+        UsageError: if a row chose an expert twice, so that buffers are too small; on CUDA the device says so.
     """
     if arrival.rows.shape[0] == 0:
         return no_rows(arrival, gate_up, down)
     slot_row, _, ends = direct(row_map, run_row_map)(arrival.expert_ids, arrival.kept, gate_up.shape[0], 1)
+    refuse_repeated(slot_row, ends)
     leaves = (arrival.rows, arrival.probs, gate_up, down)
     result: Tensor = _FP8Experts.apply(*leaves, slot_row, ends, kept, delayed)  # type: ignore[no-untyped-call]
     return result

@@ -20,6 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
+from isozyme.core.errors import UsageError
 from isozyme.moe.experts.arrived import no_rows
 from isozyme.moe.experts.delayed import DelayedGradients
 from isozyme.moe.kernels import direct
@@ -98,6 +99,30 @@ def most_rows(slot_row: Int[Tensor, "N K"], ends: Int[Tensor, "E_local"]) -> int
     return slot_row.shape[0] * min(slot_row.shape[1], ends.numel())
 
 
+def refuse_repeated(slot_row: Int[Tensor, "N K"], ends: Int[Tensor, "E_local"]) -> None:
+    """Refuse rows with more kept slots than there are experts: they would be written beyond the buffers.
+
+    Only where a row has more choices than this rank has experts is there anything to look at. On CUDA the
+    device checks it, and nothing waits.
+
+    Raises:
+        UsageError: if some row chose an expert twice, and there are more slots than `most_rows`.
+    """
+    most = most_rows(slot_row, ends)
+    if most == slot_row.numel():
+        return
+    rule = "a row's kept experts must be distinct"
+    fits = ends[-1] <= most
+    if fits.is_cuda or torch.compiler.is_compiling():
+        torch._assert_async(fits, rule)
+    elif not fits:
+        rows, experts = slot_row.shape[0], ends.numel()
+        raise UsageError(
+            f"{rule}: {rows} rows and {experts} experts make at most {most} slots, and {int(ends[-1])} are "
+            "kept. Give each row an expert once."
+        )
+
+
 def down_gradient(
     d_result: Float[Tensor, "R H"], middle: Float[Tensor, "R F"], ends: Int[Tensor, "E_local"]
 ) -> Float[Tensor, "E_local H F"]:
@@ -127,10 +152,14 @@ def grouped_mm_fused_experts(
 
     With `delayed`, the operands of the weights' gradients (those of both products, and the activation)
     live until those are computed.
+
+    Raises:
+        UsageError: if a row chose an expert twice, so that buffers are too small; on CUDA the device says so.
     """
     if arrival.rows.shape[0] == 0:
         return no_rows(arrival, gate_up, down)
     slot_row, _, ends = direct(row_map, run_row_map)(arrival.expert_ids, arrival.kept, gate_up.shape[0], 1)
+    refuse_repeated(slot_row, ends)
     leaves = (arrival.rows, arrival.probs, gate_up, down)
     result: Tensor = _FusedExperts.apply(*leaves, slot_row, ends, delayed)  # type: ignore[no-untyped-call]
     return result

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from isozyme.core.errors import UsageError
 from isozyme.moe.experts import grouped_mm_fused
+from isozyme.moe.experts.grouped_fp8 import grouped_fp8_experts
 from isozyme.moe.experts.grouped_mm_fused import grouped_mm_fused_experts, most_rows
-from isozyme.moe.types import Arrival
+from isozyme.moe.types import Arrival, ArrivalFunction
 
 HIDDEN, FFN, EXPERTS = 16, 24, 4
 
@@ -152,6 +156,22 @@ def test_a_row_may_have_more_choices_than_there_are_experts_here() -> None:
         torch.autograd.grad(found.sum(), leaves), torch.autograd.grad(want.sum(), leaves), strict=True
     ):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("function", [grouped_mm_fused_experts, grouped_fp8_experts])
+def test_rows_that_would_overflow_the_buffers_are_refused(function: ArrivalFunction) -> None:
+    """One of two rows chose the one expert here twice: three slots, and there is room for two."""
+    gate_up, down = (stack[:1].bfloat16() for stack in draw_weights(8))
+    arrival = Arrival(
+        rows=torch.randn(2, HIDDEN).bfloat16(),
+        expert_ids=torch.zeros(2, 2, dtype=torch.int64),
+        kept=torch.tensor([[True, False], [False, True]]),
+        probs=torch.rand(2, 2),
+        num_experts=1,
+    )
+    function(arrival, gate_up, down)
+    with pytest.raises(UsageError, match="2 rows and 1 experts make at most 2 slots, and 3 are kept"):
+        function(replace(arrival, kept=torch.tensor([[True, True], [False, True]])), gate_up, down)
 
 
 def test_only_the_input_the_pre_activation_and_the_map_are_saved() -> None:
