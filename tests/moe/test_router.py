@@ -241,7 +241,7 @@ def test_recomputation_and_evaluation_count_nothing_twice() -> None:
     assert all(torch.equal(value, state[name]) for name, value in router.state_dict().items())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_scores_are_at_least_fp32_under_autocast_too(dtype: torch.dtype) -> None:
     router = make_router(dtype=dtype, z_loss=0.1)
     tokens = some_tokens(6).to(dtype)

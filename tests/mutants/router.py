@@ -145,8 +145,8 @@ ROUTER_MUTANTS: tuple[Mutant, ...] = (
         row=None,
         says="logits, scores and weights are computed in the type of the tokens",
         file="moe/router.py",
-        old="torch.promote_types(torch.promote_types(tokens.dtype, self.weight.dtype), torch.float32)",
-        new="torch.promote_types(tokens.dtype, self.weight.dtype)",
+        old="return bf16_logits(tokens, self.weight, token_valid)",
+        new="return F.linear(torch.where(token_valid[:, None], tokens, 0.0), self.weight)",
         subject="router",
     ),
     Mutant(
