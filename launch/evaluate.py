@@ -165,10 +165,12 @@ def evaluate_file(
 _ALONE = (
     "layout={tp: 1, cp: 1, dp: 1, pp: 1, ep: 1, etp: 1}",
     "train.global_batch=${train.micro_batch}",
+    "train.cuda_graph=false",
     "model.moe.dispatcher=auto",
+    "model.moe.equal_tokens=false",
     "device=auto",
 )
-"""The settings of a run on many ranks that one process cannot share."""
+"""The settings of a run on many ranks, or of its device, that one process need not be able to share."""
 
 
 def read_metadata(path: Path) -> dict[str, Any]:

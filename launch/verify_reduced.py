@@ -64,7 +64,10 @@ def reduced(config: RunConfig, layouts: Sequence[Layout]) -> RunConfig:
         optim=replace(config.optim, implementation="torch", main_grad="fp32"),
         pipeline=replace(config.pipeline, split=None),
         train=replace(
-            config.train, global_batch=dense * MICRO_BATCH * micro_batches, micro_batch=MICRO_BATCH
+            config.train,
+            global_batch=dense * MICRO_BATCH * micro_batches,
+            micro_batch=MICRO_BATCH,
+            cuda_graph=False,
         ),
         model=replace(
             model,
@@ -84,8 +87,9 @@ def reduced(config: RunConfig, layouts: Sequence[Layout]) -> RunConfig:
                 model.moe,
                 ffn=_multiple(24, etp),
                 shared_ffn=_multiple(24, tp) if model.moe.shared_ffn else 0,
-                dispatcher="auto",
+                dispatcher="allgather" if model.moe.equal_tokens else "auto",  # settings name theirs
                 experts="auto",
+                cache_quantized_weights=False,  # nothing is quantised in fp64 and fp32
             ),
         ),
     )

@@ -47,8 +47,13 @@ class Setting:
         return self.dtype == torch.float64
 
     def of(self, config: RunConfig) -> RunConfig:
-        """The run at this setting. A local dispatcher exchanges nothing, so it has no buffers to pad."""
+        """The run at this setting, without what its dispatcher cannot do.
+
+        A local one exchanges nothing, so it has no buffers to pad; equal tokens are for the all-gather one.
+        """
         parts: dict[str, Any] = {"dispatcher": self.dispatcher, "experts": self.experts}
+        if self.dispatcher != "allgather":
+            parts["equal_tokens"] = False
         if self.dispatcher == "local":
             parts["pad_to_capacity"] = False
         if self.plain:

@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file
 
 from isozyme.core.errors import CheckpointError, ConfigError, DataError, NonFiniteError
-from isozyme.launch import start, trainer
+from isozyme.launch import evaluate, start, trainer
 from isozyme.launch.environment import ALONE
 from isozyme.launch.evaluate import evaluate_file
 from isozyme.launch.step import TrainStep
@@ -333,6 +333,21 @@ def test_a_genome_without_a_known_base_is_refused_before_training(tmp_path: Path
     unknown.write_text(f">one\n{letters(1800)}{'N' * 200}\n")
     with pytest.raises(DataError, match=r"unknown\.fa; the held-out part has 200 letters"):
         run(tmp_path / "out", unknown)
+
+
+@UNCHECKED
+def test_weights_of_recorded_steps_are_scored_on_one_rank_without_a_gpu(
+    fasta: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(whole / WEIGHTS)
+    expected = evaluate_file(path, str(fasta))
+    stored = evaluate.read_metadata(Path(path))
+    config = stored["config"]
+    config["device"], config["train"]["cuda_graph"] = "cuda", True
+    config["layout"].update(dp=2, ep=2)
+    config["model"]["moe"].update(dispatcher="allgather", equal_tokens=True)
+    monkeypatch.setattr(evaluate, "read_metadata", lambda _: stored)
+    assert evaluate_file(path, str(fasta)) == expected
 
 
 @UNCHECKED

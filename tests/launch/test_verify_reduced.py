@@ -13,6 +13,7 @@ from isozyme.launch.verify_judge import Reference
 from isozyme.launch.verify_plan import prepare
 from isozyme.launch.verify_reduced import MICRO_BATCH, PADDED_STEP, Windows, reduced, starved_expert
 from isozyme.launch.verify_routing import load_by_layer
+from isozyme.launch.verify_run import Setting
 
 LAYOUTS = (Layout(dp=1), Layout(dp=4, ep=2), Layout(dp=3))
 
@@ -29,6 +30,25 @@ def test_reduction_keeps_experts_head_ratio_tying_and_losses() -> None:
     assert small.model.tied
     assert small.model.moe.capacity_factor == 1.5
     assert small.problems() == []
+
+
+def test_a_run_whose_steps_are_recorded_is_verified_eagerly_with_equal_tokens_where_they_can_be() -> None:
+    fast = [
+        "device=cuda",
+        "layout.dp=2",
+        "layout.ep=2",
+        "train.cuda_graph=true",
+        "model.moe.equal_tokens=true",
+    ]
+    config = compose("L0_sanity", [*fast, "model.moe.dispatcher=allgather", "optim.main_grad=as_computed"])
+    small = prepare(config, [Layout(dp=2, ep=2)]).config
+    for dispatcher in ("allgather", "alltoall"):
+        setting = Setting(layout=Layout(dp=2), dtype=torch.float64, dispatcher=dispatcher, experts="loop")
+        run = setting.of(small)
+        assert run.problems() == []
+        assert not run.train.cuda_graph
+        assert not run.model.moe.cache_quantized_weights
+        assert run.model.moe.equal_tokens == (dispatcher == "allgather")
 
 
 @pytest.mark.parametrize(
