@@ -198,7 +198,7 @@ def choose_backend(
 
     Returns:
         The backend, and a sentence such as `auto chose loop (grouped_mm cannot run: it multiplies …)` or
-        `auto chose te (measured fastest at h=4096 …, fp8_current, NVIDIA H200: 20.96 ms)`.
+        `auto chose te (measured fastest at h=4096 …, fp8_current, NVIDIA H200: 19.58 ms)`.
 
     Raises:
         BackendError: if there is no such backend, or it (with `auto`: every one) cannot run here.
@@ -254,7 +254,7 @@ def _shape_of(setting: ExpertSetting) -> Shape:
 def _measured_words(
     best: Backend, usable: Sequence[Backend], found: Measurement, plain: Measurement | None, gpu: str
 ) -> str:
-    """`measured fastest at h=4096 … , bf16, NVIDIA H200: 28.20 ms; te 29.28`, and whether bf16 is faster."""
+    """`measured fastest at h=4096 … , bf16, NVIDIA H200: 27.53 ms; te 27.64`, and whether bf16 is faster."""
     others = [each.name for each in usable if each.name in found.ms and each is not best]
     times = [f"{found.ms[best.name]:.2f} ms", *(f"{name} {found.ms[name]:.2f}" for name in others)]
     if plain is not None and plain.shape == found.shape:
