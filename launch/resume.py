@@ -7,7 +7,7 @@ go on from a state that belongs to another problem.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,14 @@ FIXED = (
     "train.global_batch",
 )
 """Settings (and sections) that a resumed run must share with the one that it goes on with."""
-FREE = ("model.moe.dispatcher", "model.moe.experts", "model.moe.pad_to_capacity", "model.recompute")
-"""Settings within these that change how a result is computed, and not the result."""
+FREE = (
+    "model.attention",
+    "model.norm",
+    "model.recompute",
+    *(f"model.moe.{name}" for name in ("dispatcher", "equal_tokens", "pad_to_capacity", "overlap_shared")),
+    *(f"model.moe.{name}" for name in ("experts", "delay_wgrad", "cache_quantized_weights")),
+)
+"""Settings (and sections) within these that change how a result is computed, and not the result."""
 
 
 class Checkpoints:
@@ -137,7 +143,12 @@ class Checkpoints:
 
 
 def _is_fixed(key: str) -> bool:
-    return key not in FREE and any(key == fixed or key.startswith(f"{fixed}.") for fixed in FIXED)
+    return _is_of(key, FIXED) and not _is_of(key, FREE)
+
+
+def _is_of(key: str, settings: Sequence[str]) -> bool:
+    """Whether it is one of the settings, or of a section among them."""
+    return any(key == each or key.startswith(f"{each}.") for each in settings)
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

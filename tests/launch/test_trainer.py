@@ -163,9 +163,12 @@ def test_a_resume_with_another_problem_is_refused_with_every_difference(tmp_path
     run(tmp_path / "out", fasta, "train.checkpoint_every=1", "train.steps=1")
     other = tmp_path / "other.fa"
     other.write_text(f">one\n{letters(3000, seed=5)}\n>two\n{letters(1000, seed=6)}\n")
+    another = ("model.moe.router.topk=1", "seed=3", "optim.lr=0.1")
+    otherwise = [f"model.moe.{x}" for x in ("dispatcher=allgather", "equal_tokens=true", "delay_wgrad=true")]
     with pytest.raises(CheckpointError) as raised:
-        run(tmp_path / "out", other, "resume=latest", "model.moe.router.topk=1", "seed=3", "optim.lr=0.1")
+        run(tmp_path / "out", other, "resume=latest", *another, *otherwise, "model.attention.context=ring")
     text = str(raised.value)
+    assert "differs in 3 settings" in text
     assert "model.moe.router.topk: 2 in the checkpoint, 1 now" in text
     assert "seed: 0 in the checkpoint, 3 now" in text
     assert "another genome" in text
