@@ -45,17 +45,20 @@ class Batch:
         """S, the number of tokens of a window, padding included."""
         return self.tokens.shape[1]
 
+    def tensors(self) -> dict[str, Tensor]:
+        """All its tensors, `[B, S]` each, by name."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device. Leaving the host, a packed one notes the `lengths`.
 
         Nothing waits: a copy to a CUDA device starts from pinned memory.
         """
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
         pinned = torch.device(device).type == "cuda" and self.tokens.device.type == "cpu"
         moved: dict[str, Any] = {
             name: (value.contiguous().pin_memory() if pinned else value).to(device, non_blocking=True)
-            for name, value in values.items()
-            if isinstance(value, Tensor)
+            for name, value in self.tensors().items()
         }
         if self.packed and self.lengths is None and self.documents.device.type == "cpu":
             moved["lengths"] = document_lengths(self.documents)

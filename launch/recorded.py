@@ -8,7 +8,8 @@ their own windows: the same kernels in the same order, hence the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -165,22 +166,20 @@ class _Recording:
 
     def replay(self, batches: Sequence[Batch], totals: StepTotals, buffer: GradientBuffer) -> Gradients:
         """Make the gradients of other batches of the same shapes."""
-        for group in buffer.flat:
-            refuse_frozen(group.segments)
+        refuse_frozen(buffer.segments)
         for target, batch in zip(self.inputs, batches, strict=True):
-            for name in _TENSORS:
-                getattr(target, name).copy_(getattr(batch, name), non_blocking=True)
+            given = batch.tensors()
+            for name, tensor in target.tensors().items():
+                tensor.copy_(given[name], non_blocking=True)
         self.divisors.fill_(totals)
         self.graph.replay()
         buffer.peaks = dict(self.peaks)
         return self.found
 
 
-_TENSORS = tuple(field.name for field in fields(Batch) if field.name not in ("packed", "lengths"))
-
-
 def _copied(batch: Batch) -> Batch:
-    return replace(batch, **{name: getattr(batch, name).clone() for name in _TENSORS})
+    copies: dict[str, Any] = {name: tensor.clone() for name, tensor in batch.tensors().items()}
+    return replace(batch, **copies)
 
 
 def _problems(model: nn.Module) -> list[str]:

@@ -54,6 +54,7 @@ class GradientBuffer:
         sharded: as given.
         flat: the flat groups (`FlatGroup`), in a fixed order.
         buckets: the parts that are reduced one by one (`Bucket`), in the order in which they are.
+        segments: every parameter with its place, in the order in which parameters were given.
         peaks: for each shared bucket of this step, by number, the largest magnitude of each tensor before the
             ranks' parts were added. A recorded step, in which nothing is noted anew, puts its own here.
 
@@ -93,18 +94,15 @@ class GradientBuffer:
         """For each unit the backward passes that are still to come; empty if nobody said how many."""
         self._pending: list[Pending | None] = []
         self.peaks: Peaks = {}
-        self._parameters = [segment.parameter for group in self.flat for segment in group.segments]
+        held = (segment for group in self.flat for segment in group.segments)
+        self.segments = sorted(held, key=lambda segment: segment.order)
+        self._parameters = [segment.parameter for segment in self.segments]
         self._gaps = [gap for group in self.flat for gap in group.gaps()]
         """What lies between parameters: never written but by reductions, of zeros."""
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         for index, bucket in enumerate(self.buckets):
             for segment in bucket.segments:
                 self._adopt(segment, segment.view(bucket.group.data), index)
-
-    @property
-    def segments(self) -> list[Segment]:
-        """Every parameter with its place, in the order in which parameters were given."""
-        return sorted((s for group in self.flat for s in group.segments), key=lambda segment: segment.order)
 
     @property
     def reduced(self) -> bool:
@@ -121,8 +119,7 @@ class GradientBuffer:
             raise UsageError(
                 "zero() while buckets are being reduced: call reduce() first, which waits for them."
             )
-        for group in self.flat:
-            refuse_frozen(group.segments)
+        refuse_frozen(self.segments)
         if self._gaps:
             torch._foreach_zero_(self._gaps)
         for parameter in self._parameters:
@@ -131,8 +128,9 @@ class GradientBuffer:
         forget(self._parameters)
         self._reduced = False
         self._step.number = self._steps = self._steps + 1
-        for kept in (self._ready, self._passes_left, self._pending):
-            kept.clear()
+        self._ready.clear()
+        self._passes_left.clear()
+        self._pending.clear()
         self.peaks.clear()
 
     def settle(self) -> None:

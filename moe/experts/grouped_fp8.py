@@ -23,10 +23,10 @@ from torch import Tensor
 from isozyme.moe.experts.arrived import no_rows
 from isozyme.moe.experts.delayed import DelayedGradients
 from isozyme.moe.experts.grouped_mm_fused import (
+    arrived_row_map,
     down_gradient,
     gate_up_gradient,
     most_rows,
-    refuse_repeated,
 )
 from isozyme.moe.experts.step_of_weights import StepOfWeights
 from isozyme.moe.experts.storage import ExpertWeights, members
@@ -44,7 +44,6 @@ from isozyme.moe.kernels.quantized_weights import (
     run_quantize_transposed,
     run_quantize_weights,
 )
-from isozyme.moe.kernels.row_map import row_map, run_row_map
 from isozyme.moe.kernels.rows import (
     gather_rows,
     gather_rows_and_probs_op,
@@ -178,8 +177,7 @@ def grouped_fp8_experts(
     """
     if arrival.rows.shape[0] == 0:
         return no_rows(arrival, gate_up, down)
-    slot_row, _, ends = direct(row_map, run_row_map)(arrival.expert_ids, arrival.kept, gate_up.shape[0], 1)
-    refuse_repeated(slot_row, ends)
+    slot_row, ends = arrived_row_map(arrival, gate_up.shape[0])
     leaves = (arrival.rows, arrival.probs, gate_up, down)
     result: Tensor = _FP8Experts.apply(*leaves, slot_row, ends, kept, delayed)  # type: ignore[no-untyped-call]
     return result
@@ -198,7 +196,7 @@ class CachingFP8Experts:
     def __init__(self, weights: ExpertWeights) -> None:
         self._weights = weights
         self._steps = (StepOfWeights(), StepOfWeights())
-        self._copies: tuple[StackCopies | None, StackCopies | None] = (None, None)
+        self._copies: Kept = (None, None)
 
     def __call__(
         self,

@@ -99,7 +99,18 @@ def most_rows(slot_row: Int[Tensor, "N K"], ends: Int[Tensor, "E_local"]) -> int
     return slot_row.shape[0] * min(slot_row.shape[1], ends.numel())
 
 
-def refuse_repeated(slot_row: Int[Tensor, "N K"], ends: Int[Tensor, "E_local"]) -> None:
+def arrived_row_map(arrival: Arrival, num_experts: int) -> tuple[Int[Tensor, "N K"], Int[Tensor, "E_local"]]:
+    """The row of each arrived slot, and where each expert's rows end (`row_map`, without padding).
+
+    Raises:
+        UsageError: as `_refuse_repeated`.
+    """
+    slot_row, _, ends = direct(row_map, run_row_map)(arrival.expert_ids, arrival.kept, num_experts, 1)
+    _refuse_repeated(slot_row, ends)
+    return slot_row, ends
+
+
+def _refuse_repeated(slot_row: Int[Tensor, "N K"], ends: Int[Tensor, "E_local"]) -> None:
     """Refuse rows with more kept slots than there are experts: they would be written beyond the buffers.
 
     Only where a row has more choices than this rank has experts is there anything to look at. On CUDA the
@@ -158,8 +169,7 @@ def grouped_mm_fused_experts(
     """
     if arrival.rows.shape[0] == 0:
         return no_rows(arrival, gate_up, down)
-    slot_row, _, ends = direct(row_map, run_row_map)(arrival.expert_ids, arrival.kept, gate_up.shape[0], 1)
-    refuse_repeated(slot_row, ends)
+    slot_row, ends = arrived_row_map(arrival, gate_up.shape[0])
     leaves = (arrival.rows, arrival.probs, gate_up, down)
     result: Tensor = _FusedExperts.apply(*leaves, slot_row, ends, delayed)  # type: ignore[no-untyped-call]
     return result

@@ -15,6 +15,7 @@ from isozyme.moe.experts import grouped_mm_fused
 from isozyme.moe.experts.grouped_fp8 import grouped_fp8_experts
 from isozyme.moe.experts.grouped_mm_fused import grouped_mm_fused_experts, most_rows
 from isozyme.moe.types import Arrival, ArrivalFunction
+from tests.moe.kept import kept_bytes
 
 HIDDEN, FFN, EXPERTS = 16, 24, 4
 
@@ -176,17 +177,7 @@ def test_rows_that_would_overflow_the_buffers_are_refused(function: ArrivalFunct
 
 def test_only_the_input_the_pre_activation_and_the_map_are_saved() -> None:
     arrival, (gate_up, down) = draw_arrival(50, 2, 9), draw_weights(9)
-    saved: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        saved.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        grouped_mm_fused_experts(arrival, gate_up, down)
-    weights = {gate_up.data_ptr(), down.data_ptr()}
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
-    activations = sum(size for pointer, size in storages.items() if pointer not in weights)
+    activations = kept_bytes(lambda: grouped_mm_fused_experts(arrival, gate_up, down), (gate_up, down))
     slots = arrival.kept.numel()
     spare = 4  # the place of what is not kept
     bound = arrival.rows.numel() * 4 + slots * 2 * FFN * 4 + slots * (4 + 4) + EXPERTS * 4 + spare

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from isozyme.moe.types import Arrival
 from isozyme.parallel.grad_buffer import GradientBuffer
 from isozyme.parallel.process_groups import ProcessGroups, SingleWorld
 from isozyme.parallel.simulated import SimulatedWorld, simulate
+from tests.moe.kept import kept_bytes
 
 HIDDEN, FFN, EXPERTS = 32, 48, 4
 NAMES = ("result", "d rows", "d probs", "d gate_up", "d down")
@@ -187,23 +189,13 @@ def test_a_row_that_is_not_finite_shows_in_its_result_and_in_no_other(value: flo
 
 def test_only_the_input_the_pre_activation_the_map_and_maxima_are_saved() -> None:
     arrival, gate_up, down = draw(50, 2, 9)
-    saved: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        saved.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        grouped_fp8_experts(arrival, gate_up, down)
-    weights = {gate_up.data_ptr(), down.data_ptr()}
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
-    activations = sum(size for pointer, size in storages.items() if pointer not in weights)
+    activations = kept_bytes(lambda: grouped_fp8_experts(arrival, gate_up, down), (gate_up, down))
     slots = arrival.kept.numel()
     bound = arrival.rows.numel() * 4 + slots * 2 * FFN * 4 + slots * (4 + 4) + EXPERTS * 4 + 4
     assert activations <= bound + EXPERTS * (HIDDEN + FFN) * 4
 
 
-def experts(**options: bool) -> Experts:
+def experts(**options: Any) -> Experts:
     return Experts(
         name="m",
         num_experts=EXPERTS,
@@ -213,9 +205,8 @@ def experts(**options: bool) -> Experts:
         seed=1,
         init_std=0.3,
         output_std=0.3,
-        precision="fp8_rowwise",
         dtype=torch.bfloat16,
-        **options,
+        **{"precision": "fp8_rowwise", **options},
     )
 
 
@@ -316,15 +307,4 @@ def test_what_it_needs_is_said() -> None:
     assert "hidden=40; 40 % 16 = 8" in text
     assert "bfloat16, not float32" in text
     with pytest.raises(BackendError, match=r"precision=bf16\. Set precision=fp8_rowwise"):
-        Experts(
-            name="m",
-            num_experts=EXPERTS,
-            hidden=HIDDEN,
-            ffn=FFN,
-            groups=ProcessGroups(Topology(Layout()), SingleWorld()),
-            seed=1,
-            init_std=0.3,
-            output_std=0.3,
-            backend="grouped_fp8",
-            dtype=torch.bfloat16,
-        )
+        experts(backend="grouped_fp8", precision=None)
